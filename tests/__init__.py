@@ -1,0 +1,1 @@
+"""The test suite: one file a module, then the chain of the three scripts."""
