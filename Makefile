@@ -1,0 +1,30 @@
+# make demo       the whole chain on an embedded example, on the CPU, in minutes
+# make test       the test suite; `make test-slow` adds the full counts
+#
+# Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
+# passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
+
+.PHONY: demo test test-slow clean
+
+demo: .venv/ready
+	@.venv/bin/python -m demo.run
+
+test: .venv/ready
+	.venv/bin/python -m pytest -q -n 2 -m "not slow"
+
+test-slow: .venv/ready
+	.venv/bin/python -m pytest -q -n 2 -m slow
+
+clean:
+	rm -rf .demo .cache
+
+.venv/ready: $(REQUIREMENTS)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Python 3.11 to 3.13 is needed, not $$($(PYTHON) -V 2>&1): make PYTHON=python3.12 ..." >&2; exit 2; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r tests/requirements.txt
+	@touch $@

@@ -1,0 +1,221 @@
+"""Tokenized shards -> the packs of every training step, and the cursor that resumes them.
+
+A *pack* is one row of fixed length for the drafter: whole documents side by side, then padding. The
+packs of a shard are a pure function of (seed, epoch, plan, shard); the stream of packs runs on
+across shards and epochs and is cut into steps of `global_batch` packs. Nothing here depends on
+time or on the number of ranks, so (epoch, position, pack) is the whole state of the data.
+"""
+
+import bisect
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.shards import Shard, is_held_out
+
+PACK_MULTIPLE = 128  # flex attention works in blocks of 128 keys
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next pack to train on: epoch, position in that epoch's shard order, pack in the shard."""
+
+    epoch: int = 0
+    position: int = 0
+    pack: int = 0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """One pack of S tokens; padding has document -1, id 0, loss_mask False, position 0.
+
+    input_ids (S,) int64 · loss_mask (S,) bool · documents (S,) int32 · positions (S,) int64, from 0
+    in each document · token_lists: the documents alone, int32, the request for hidden states.
+    """
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    documents: np.ndarray
+    positions: np.ndarray
+    token_lists: tuple[np.ndarray, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(tokens) for tokens in self.token_lists)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The packs of one optimizer step, in the order of the global batch, and the cursor after it.
+
+    row_ids holds the ids of the rows in each pack.
+    """
+
+    packs: tuple[PackedRows, ...]
+    row_ids: tuple[tuple[str, ...], ...]
+    after: Cursor
+
+
+def seeded_generator(*parts: object) -> np.random.Generator:
+    """A numpy generator that depends on the parts alone (their text, hashed)."""
+    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
+
+
+def shard_order(num_shards: int, *, epoch: int, seed: int, plan_sha256: str) -> list[int]:
+    """The shards of an epoch: plan order first (they may still be written), shuffled later."""
+    if epoch == 0:
+        return list(range(num_shards))
+    generator = seeded_generator("shards", seed, epoch, plan_sha256)
+    return [int(index) for index in generator.permutation(num_shards)]
+
+
+def pack_rows(
+    lengths: Sequence[int], *, pack_length: int, generator: np.random.Generator
+) -> list[list[int]]:
+    """Group row indices into packs of at most `pack_length` tokens: best fit, longest row first.
+
+    The generator breaks ties between equal lengths and orders the packs, so that neither rows nor
+    packs keep the order of the file. Raises ValueError for a row longer than a pack.
+    """
+    shuffled = generator.permutation(len(lengths))
+    by_length = sorted(shuffled, key=lambda row: -int(lengths[row]))
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, pack), sorted: the tightest fit is a bisection
+    for row in by_length:
+        length = int(lengths[row])
+        if length > pack_length:
+            raise ValueError(f"a row of {length} tokens does not fit a pack of {pack_length}")
+        place = bisect.bisect_left(free, (length, -1))
+        if place == len(free):
+            left, pack = pack_length, len(packs)
+            packs.append([])
+        else:
+            left, pack = free.pop(place)
+        packs[pack].append(int(row))
+        bisect.insort(free, (left - length, pack))
+    return [packs[index] for index in generator.permutation(len(packs))]
+
+
+def build_pack(shard: Shard | None, rows: Sequence[int], *, pack_length: int) -> PackedRows:
+    """Lay rows of a shard side by side in one row of `pack_length` tokens; no rows: all padding."""
+    input_ids = np.zeros(pack_length, dtype=np.int64)
+    loss_mask = np.zeros(pack_length, dtype=bool)
+    documents = np.full(pack_length, -1, dtype=np.int32)
+    positions = np.zeros(pack_length, dtype=np.int64)
+    token_lists = []
+    start = 0
+    for number, row in enumerate(rows):
+        assert shard is not None
+        tokens = shard.input_ids(row)
+        end = start + len(tokens)
+        input_ids[start:end] = tokens
+        loss_mask[start:end] = shard.loss_mask(row)
+        documents[start:end] = number
+        positions[start:end] = np.arange(len(tokens))
+        token_lists.append(tokens)
+        start = end
+    return PackedRows(input_ids, loss_mask, documents, positions, tuple(token_lists))
+
+
+class StepStream:
+    """The steps of a training run from a cursor on, the same on every rank.
+
+    `open_shard(index)` returns a committed shard and may wait for it; `prefetch(index)` is told the
+    shard that comes after. Held-out rows (`is_held_out`) are never in a pack. The last step of the
+    last epoch is filled up with empty packs, so that every rank takes the same number of steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_shards: int,
+        open_shard: Callable[[int], Shard],
+        prefetch: Callable[[int], None],
+        plan_sha256: str,
+        seed: int,
+        epochs: int,
+        pack_length: int,
+        global_batch: int,
+        eval_fraction: float,
+    ) -> None:
+        assert pack_length % PACK_MULTIPLE == 0, pack_length
+        self._num_shards, self._epochs = num_shards, epochs
+        self._open_shard, self._prefetch = open_shard, prefetch
+        self._plan_sha256, self._seed = plan_sha256, seed
+        self._pack_length, self._global_batch = pack_length, global_batch
+        self._eval_fraction = eval_fraction
+
+    def steps(self, cursor: Cursor) -> Iterator[Step]:
+        """Steps from `cursor` to the end of the last epoch."""
+        packs: list[PackedRows] = []
+        row_ids: list[tuple[str, ...]] = []
+        for shard, rows, after in self._packs(cursor):
+            packs.append(build_pack(shard, rows, pack_length=self._pack_length))
+            row_ids.append(tuple(shard.ids[row] for row in rows))
+            cursor = after
+            if len(packs) == self._global_batch:
+                yield Step(tuple(packs), tuple(row_ids), cursor)
+                packs, row_ids = [], []
+        if packs:
+            empty = self._global_batch - len(packs)
+            packs += [build_pack(None, [], pack_length=self._pack_length)] * empty
+            yield Step(tuple(packs), tuple(row_ids) + ((),) * empty, cursor)
+
+    def _packs(self, cursor: Cursor) -> Iterator[tuple[Shard, list[int], Cursor]]:
+        for epoch in range(cursor.epoch, self._epochs):
+            order = self._order(epoch)
+            start = cursor.position if epoch == cursor.epoch else 0
+            for position in range(start, len(order)):
+                shard = self._open_shard(order[position])
+                if position + 1 < len(order):
+                    self._prefetch(order[position + 1])
+                first = cursor.pack if (epoch, position) == (cursor.epoch, cursor.position) else 0
+                packs = self._shard_packs(shard, epoch)
+                for index in range(first, len(packs)):
+                    yield shard, packs[index], Cursor(epoch, position, index + 1)
+
+    def _order(self, epoch: int) -> list[int]:
+        return shard_order(
+            self._num_shards, epoch=epoch, seed=self._seed, plan_sha256=self._plan_sha256
+        )
+
+    def _shard_packs(self, shard: Shard, epoch: int) -> list[list[int]]:
+        rows = [
+            row
+            for row, row_id in enumerate(shard.ids)
+            if not is_held_out(row_id, seed=self._seed, fraction=self._eval_fraction)
+        ]
+        generator = seeded_generator("rows", self._seed, epoch, self._plan_sha256, shard.index)
+        packs = pack_rows(
+            [int(shard.lengths[row]) for row in rows],
+            pack_length=self._pack_length,
+            generator=generator,
+        )
+        return [[rows[index] for index in pack] for pack in packs]
+
+
+def held_out_packs(
+    shards: Sequence[Shard], *, seed: int, fraction: float, max_rows: int, pack_length: int
+) -> tuple[list[PackedRows], int]:
+    """The first `max_rows` held-out rows of `shards`, in order, in packs; and their number."""
+    packs = []
+    left = max_rows
+    for shard in shards:
+        held_out = [
+            row
+            for row, row_id in enumerate(shard.ids)
+            if is_held_out(row_id, seed=seed, fraction=fraction)
+        ][:left]
+        left -= len(held_out)
+        chosen: list[int] = []
+        for row in held_out:
+            if sum(int(shard.lengths[other]) for other in [*chosen, row]) > pack_length:
+                packs.append(build_pack(shard, chosen, pack_length=pack_length))
+                chosen = []
+            chosen.append(row)
+        if chosen:
+            packs.append(build_pack(shard, chosen, pack_length=pack_length))
+    return packs, max_rows - left

@@ -1,0 +1,190 @@
+"""Held-out loss, slot accuracy and acceptance length of a drafter, from the target's own rows.
+
+Every legal anchor of the held-out rows is drafted from, in passes of a fixed number of anchors, and
+each draft is compared with what the target really said (greedy, teacher-forced). Two acceptance
+lengths are given, both counting the bonus token: the mean over all anchors, which favours easy
+stretches, and the walked one, which starts at the first generated token and jumps by what was
+accepted, as serving does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+
+from common.batches import PackedRows
+from common.blocks import Blocks, Pack, decay_weights, layer_masks, legal_anchors, make_blocks
+from common.dist import World
+from common.drafter import DrafterConfig
+from common.loss import (
+    acceptance_lengths,
+    block_predictions,
+    walked_acceptance,
+    weighted_loss,
+)
+from common.wire import HiddenStates
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over `rows` held-out rows; slot_accuracy[k-1] belongs to slot k of a block."""
+
+    loss: float
+    acceptance_length: float
+    walked_acceptance_length: float
+    slot_accuracy: tuple[float, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The target's frozen embedding and head, (V, H) each, in the drafter's compute dtype."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+
+
+def tensor_pack(packs: Sequence[PackedRows], *, device: torch.device) -> Pack:
+    """Join packs into one row of their total length, documents numbered on."""
+    documents, first = [], 0
+    for pack in packs:
+        numbered = torch.from_numpy(pack.documents)
+        documents.append(torch.where(numbered >= 0, numbered + first, numbered))
+        first += len(pack.token_lists)
+    return Pack(
+        input_ids=_joined([pack.input_ids for pack in packs]).to(device),
+        loss_mask=_joined([pack.loss_mask for pack in packs]).to(device),
+        documents=torch.cat(documents).to(device),
+        positions=_joined([pack.positions for pack in packs]).to(device),
+    )
+
+
+def _joined(arrays: Sequence) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(array) for array in arrays])
+
+
+def padded_taps(
+    packs: Sequence[PackedRows], hidden: Sequence[torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """Lay hidden states (T, L*H) of each pack's documents over its S positions: (1, sum S, L*H).
+
+    Padding positions are zero. `like` gives the dtype and the device.
+    """
+    length = sum(len(pack.input_ids) for pack in packs)
+    taps = torch.zeros(1, length, hidden[0].shape[1], dtype=like.dtype, device=like.device)
+    start = 0
+    for pack, states in zip(packs, hidden, strict=True):
+        taps[0, start : start + pack.num_tokens] = states.to(like.device, like.dtype)
+        start += len(pack.input_ids)
+    return taps
+
+
+def draft_blocks(
+    drafter: nn.Module,
+    config: DrafterConfig,
+    ends: TargetEnds,
+    *,
+    pack: Pack,
+    blocks: Blocks,
+    taps: torch.Tensor,
+    attention: str,
+) -> torch.Tensor:
+    """Draft all blocks of a pack in one forward: the drafter's output (N*B, H)."""
+    masks = layer_masks(
+        pack,
+        blocks,
+        layer_types=config.layer_types,
+        sliding_window=config.sliding_window,
+        attention=attention,
+    )
+    output = drafter(
+        taps,
+        embedding(blocks.input_ids, ends.embedding)[None],
+        context_positions=pack.positions[None],
+        block_positions=blocks.positions[None],
+        masks=masks,
+    )
+    return output[0]
+
+
+@torch.no_grad()
+def evaluate(
+    drafter: nn.Module,
+    config: DrafterConfig,
+    ends: TargetEnds,
+    hidden_states: HiddenStates,
+    *,
+    packs: Sequence[PackedRows],
+    rows: int,
+    num_anchors: int,
+    gamma: float,
+    attention: str,
+    chunk_slots: int,
+    world: World,
+) -> Evaluation:
+    """Evaluate on `packs`; every rank calls it with the same packs and gets the same figures.
+
+    The passes, `num_anchors` anchors of one pack each, are dealt to the ranks in turn; ranks with
+    one pass less repeat one without counting it, since a sharded drafter needs all of them.
+    """
+    legal = [
+        torch.nonzero(legal_anchors(tensor_pack([pack], device=world.device)))[:, 0]
+        for pack in packs
+    ]
+    passes = [
+        (number, start)
+        for number, anchors in enumerate(legal)
+        for start in range(0, len(anchors), num_anchors)
+    ]
+    offsets = [0, *torch.tensor([len(anchors) for anchors in legal]).cumsum(0).tolist()]
+    lengths = torch.zeros(offsets[-1], dtype=torch.int64, device=world.device)
+    sums = torch.zeros(2 + 2 * config.block_size, dtype=torch.float64, device=world.device)
+    taps_of: tuple[int, torch.Tensor] | None = None
+    for turn in range(0, len(passes), world.size):
+        counted = turn + world.rank < len(passes)
+        number, start = passes[turn + world.rank] if counted else passes[turn]
+        pack = tensor_pack([packs[number]], device=world.device)
+        if taps_of is None or taps_of[0] != number:
+            states = hidden_states.submit(packs[number].token_lists).result().hidden
+            taps_of = (number, padded_taps([packs[number]], [states], ends.embedding))
+        chosen = legal[number][start : start + num_anchors]
+        blocks = make_blocks(
+            pack,
+            *_fixed(chosen, num_anchors),
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+        )
+        output = draft_blocks(
+            drafter, config, ends, pack=pack, blocks=blocks, taps=taps_of[1], attention=attention
+        )
+        if not counted:
+            continue
+        weights = decay_weights(blocks, gamma=gamma)
+        loss = weighted_loss(output, ends.head, blocks, weights, chunk_slots=chunk_slots)
+        sums += torch.cat([loss.loss[None], loss.weight[None], loss.correct, loss.supervised])
+        predictions = block_predictions(output, ends.head, chunk_slots=chunk_slots)
+        first = offsets[number] + start
+        lengths[first : first + len(chosen)] = acceptance_lengths(predictions, blocks)[
+            : len(chosen)
+        ]
+    world.sum_tensor(sums)
+    world.sum_tensor(lengths)
+    tokens, steps = _walk(packs, legal, lengths, offsets)
+    size = config.block_size
+    accuracy = sums[2 : 2 + size] / sums[2 + size :].clamp(min=1)
+    return Evaluation(
+        loss=float(sums[0] / sums[1].clamp(min=1e-12)),
+        acceptance_length=float(lengths.double().mean()) if len(lengths) else 1.0,
+        walked_acceptance_length=tokens / steps if steps else 1.0,
+        slot_accuracy=tuple(accuracy[1:].tolist()),
+        rows=rows,
+    )
+
+
+def _fixed(anchors: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad anchors to `size`, with a mask of the real ones."""
+    padded = torch.zeros(size, dtype=anchors.dtype, device=anchors.device)
+    padded[: len(anchors)] = anchors
+    return padded, torch.arange(size, device=anchors.device) < len(anchors)

@@ -1,0 +1,92 @@
+"""Steps of data on their way to the drafter: shards read ahead, hidden states asked ahead."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from common.batches import PackedRows, Step
+from common.target import Taps
+from common.wire import HiddenStates
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class ReadyStep:
+    """One step with this rank's share of packs, and their hidden states on the way."""
+
+    step: Step
+    first: int  # index of this rank's first pack in the global batch
+    packs: tuple[PackedRows, ...]
+    taps: tuple[Future[Taps], ...]
+
+
+class StepFeed:
+    """Reads shards in a thread of its own and asks for hidden states some steps ahead.
+
+    The thread alone waits for shards, so a step whose data is there is never held up by the next.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[Step],
+        hidden_states: HiddenStates,
+        *,
+        share: int,
+        rank: int,
+        depth: int,
+    ) -> None:
+        self._hidden_states, self._depth = hidden_states, depth
+        self._share, self._first = share, share * rank
+        self._ready: deque[ReadyStep] = deque()
+        self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=depth)
+        self._ended = False
+        threading.Thread(target=self._read, args=(steps,), name="shards", daemon=True).start()
+
+    def next(self, stop: Callable[[], bool]) -> ReadyStep | None:
+        """The next step; None at the end of the data or once `stop` says so. Raises failures."""
+        while not self._ready and not self._ended and not stop():
+            self._fill(timeout_s=POLL_S)
+        if stop() or not self._ready:
+            return None
+        step = self._ready.popleft()
+        while len(self._ready) < self._depth and not self._ended and not self._queue.empty():
+            self._fill(timeout_s=0.0)
+        return step
+
+    def _fill(self, *, timeout_s: float) -> None:
+        try:
+            item = self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            self._ended = True
+            return
+        packs = item.packs[self._first : self._first + self._share]
+        taps = tuple(self._ask(pack) for pack in packs)
+        self._ready.append(ReadyStep(item, self._first, packs, taps))
+
+    def _ask(self, pack: PackedRows) -> Future[Taps]:
+        if pack.token_lists:
+            return self._hidden_states.submit(pack.token_lists)
+        have = self._hidden_states.description
+        nothing: Future[Taps] = Future()
+        nothing.set_result(
+            Taps(torch.zeros(0, len(have.layers) * have.hidden_size, dtype=torch.bfloat16), None)
+        )
+        return nothing
+
+    def _read(self, steps: Iterator[Step]) -> None:
+        try:
+            for step in steps:
+                self._queue.put(step)
+            self._queue.put(None)
+        except BaseException as error:  # handed to the main thread, which raises it
+            self._queue.put(error)

@@ -1,0 +1,98 @@
+"""What a training run tells: metrics.jsonl, tensorboard/ and curves.png in the run folder.
+
+metrics.jsonl holds one JSON object a line: every step (step, loss, slot_accuracy, grad_norm,
+learning_rate, tokens, anchors, time, *_s, *_per_s) and every evaluation (step, eval_loss,
+eval_acceptance_length, eval_walked_acceptance_length, eval_slot_accuracy, eval_rows, time). Keys
+that end in _s or _per_s and `time` are the only ones that differ between equal runs.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from torch.utils.tensorboard import SummaryWriter
+
+from common.run import utc_now, write_atomic
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Journal:
+    """Appends to the run folder's metrics; on a resume, lines after that step are cut first."""
+
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        self._folder = folder
+        self._path = folder / METRICS_FILE
+        kept = [entry for entry in read_metrics(folder) if entry["step"] <= resume_step]
+        write_atomic(self._path, b"".join(_line(entry) for entry in kept))
+        self._file = self._path.open("ab")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one entry, with the time added; readers see whole lines."""
+        entry = {**entry, "time": utc_now()}
+        self._file.write(_line(entry))
+        self._file.flush()
+        for key, value in entry.items():
+            if isinstance(value, (int, float)) and key != "step":
+                self._board.add_scalar(key, value, entry["step"])
+
+    def draw_curves(self) -> None:
+        """Write curves.png anew from all metrics so far."""
+        draw_curves(read_metrics(self._folder), self._folder / "curves.png")
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run folder's metrics.jsonl, oldest first; a cut last line is left out."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
+    """Plot the loss and the held-out acceptance length over steps, side by side."""
+    steps = [entry for entry in metrics if "loss" in entry]
+    evaluations = [entry for entry in metrics if "eval_loss" in entry]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    left.plot([e["step"] for e in steps], [e["loss"] for e in steps], lw=0.8, label="training")
+    left.plot(
+        [e["step"] for e in evaluations],
+        [e["eval_loss"] for e in evaluations],
+        marker="o",
+        label="held-out rows",
+    )
+    left.set(xlabel="step", ylabel="loss (weighted cross-entropy)", title="Loss")
+    for key, label in (
+        ("eval_acceptance_length", "mean over all anchors"),
+        ("eval_walked_acceptance_length", "walked, as in serving"),
+    ):
+        right.plot(
+            [e["step"] for e in evaluations], [e[key] for e in evaluations], marker="o", label=label
+        )
+    right.set(
+        xlabel="step", ylabel="tokens per target step", title="Acceptance length on held-out rows"
+    )
+    right.set_ylim(bottom=0.0)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.lines and len(axes.lines[0].get_xdata()):
+            axes.legend()
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=120, format="png")
+    pyplot.close(figure)
+    temporary.replace(path)
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return (json.dumps(entry, sort_keys=True) + "\n").encode()

@@ -1,0 +1,908 @@
+"""Stage 3: train a DFlash drafter on the frozen target's hidden states.
+
+Reads   the shards of stage 1 as they appear (--data, s3:// or a folder), hidden states from stage 2
+        (--hidden-states HOST:PORT) or from a target loaded beside the drafter (colocated), and the
+        target's own embedding and head (--target).
+Writes  run.json, metrics.jsonl, tensorboard/, curves.png, checkpoints/ and export/ under --output;
+        export/ is what vLLM, SGLang and z-lab's class load.
+Resume  run the same command again: it goes on from the newest whole checkpoint.
+
+  python train_dflash_online.py --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a \\
+      --hidden-states 127.0.0.1:8815
+  torchrun --nproc-per-node 4 --signals-to-handle SIGTERM,SIGINT train_dflash_online.py \\
+      --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a --hidden-states colocated
+
+Exit codes: 0 done, 1 failed, 2 usage; a single process ends with 143 after SIGTERM and 130 after
+Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
+"""
+
+import argparse
+import json
+import math
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from common import checkpoint, dist, run
+from common.batches import (
+    PACK_MULTIPLE,
+    Cursor,
+    PackedRows,
+    StepStream,
+    held_out_packs,
+    seeded_generator,
+)
+from common.blocks import Blocks, Pack, decay_weights, legal_anchors, make_blocks, sample_anchors
+from common.drafter import Drafter, DrafterConfig
+from common.evaluate import (
+    Evaluation,
+    TargetEnds,
+    draft_blocks,
+    evaluate,
+    padded_taps,
+    tensor_pack,
+)
+from common.feed import ReadyStep, StepFeed
+from common.journal import Journal
+from common.loss import weighted_loss
+from common.shards import Plan, Shard, TokenizedDataset
+from common.store import add_store_arguments
+from common.target import (
+    Taps,
+    Target,
+    default_target_layers,
+    read_embedding_and_head,
+    target_facts,
+)
+from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
+
+ADAM_BETAS = (0.9, 0.95)
+LEARNING_RATE_FLOOR = 0.1  # of the peak; the cosine ends here and stays
+MAX_GRAD_NORM = 1.0
+CHUNK_SLOTS = 2048  # logits of this many slots exist at once: 1 GB in bf16 at 248,320 words
+SHARD_POLL_S = 1.0
+
+# Flags that say where and how fast, not what is trained: a resumed run may change them freely.
+FREE_FLAGS = frozenset(
+    [
+        "allow_change",
+        "attention",
+        "cache_dir",
+        "data",
+        "debug",
+        "endpoint_url",
+        "eval_every",
+        "hidden_states",
+        "log_every",
+        "micro_batch",
+        "output",
+        "prefetch",
+        "resume",
+        "save_every",
+        "shard_timeout",
+        "target",
+        "tls_root_certs",
+        "token_file",
+    ]
+)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = run.make_parser(__doc__)
+    group = parser.add_argument_group("data")
+    group.add_argument("--data", required=True, help="stage 1's output: s3://... or a folder")
+    add_store_arguments(group)
+    group.add_argument("--cache-dir", type=Path, help="local copies of shards [OUTPUT/cache]")
+    group.add_argument(
+        "--shard-timeout", type=run.positive_float, default=1800.0, help="seconds to wait for one"
+    )
+    group = parser.add_argument_group("target")
+    group.add_argument("--target", required=True, help="folder or hub id of the target")
+    group.add_argument(
+        "--hidden-states",
+        default="colocated",
+        help="colocated, or HOST:PORT[,HOST:PORT] of extract_hidden_online.py",
+    )
+    group.add_argument("--layers", type=run.int_list, help="tapped layers [five, evenly spread]")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    group.add_argument("--prefetch", type=run.positive_int, default=4, help="steps asked ahead")
+    group.add_argument("--token-file", type=Path, help="the servers' shared secret")
+    group.add_argument("--tls-root-certs", type=Path, help="PEM file to trust servers by")
+    group = parser.add_argument_group("drafter")
+    group.add_argument("--draft-config", type=Path, help="config.json to take the shape from")
+    group.add_argument("--draft-layers", type=run.positive_int, default=5)
+    group.add_argument("--block-size", type=run.positive_int, default=16)
+    group.add_argument(
+        "--sliding-window", type=run.non_negative_int, default=2048, help="0: all layers full"
+    )
+    group = parser.add_argument_group("training")
+    group.add_argument("--pack-length", type=run.positive_int, default=4096, help="tokens a pack")
+    group.add_argument("--global-batch", type=run.positive_int, default=8, help="packs a step")
+    group.add_argument("--micro-batch", type=run.positive_int, default=1, help="packs a forward")
+    group.add_argument(
+        "--anchor-ratio", type=run.fraction, default=0.125, help="anchors per token of a pack"
+    )
+    group.add_argument("--gamma", type=run.positive_float, default=7.0, help="slot weight decay")
+    group.add_argument("--learning-rate", type=run.positive_float, default=6e-4)
+    group.add_argument("--warmup-ratio", type=run.fraction, default=0.04)
+    group.add_argument("--epochs", type=run.positive_int, default=6)
+    group.add_argument("--max-steps", type=run.positive_int, help="end here, and the cosine too")
+    group.add_argument("--seed", type=run.non_negative_int, default=0)
+    group.add_argument("--attention", choices=("auto", "flex", "sdpa"), default="auto")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--eval-fraction", type=run.fraction, default=0.005)
+    group.add_argument("--eval-rows", type=run.non_negative_int, default=256, help="0: never")
+    group.add_argument("--eval-every", type=run.positive_int, default=1000, help="steps")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", type=str, required=True, help="run folder, local")
+    group.add_argument("--save-every", type=run.positive_int, default=1000, help="steps")
+    group.add_argument("--log-every", type=run.positive_int, default=10, help="steps")
+    group.add_argument("--resume", default="auto", help="auto, never, or a checkpoint folder")
+    group.add_argument(
+        "--allow-change", default="", help="settings a resume may change, comma-separated"
+    )
+    args = parser.parse_args(argv)
+    try:
+        return resolve(args)
+    except run.UsageError as error:
+        parser.error(str(error))
+
+
+def resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Check the flags against each other and settle the ones that say auto."""
+    if "://" in args.output:
+        raise run.UsageError(
+            f"--output {args.output}: must be a local folder; --checkpoint-uri is where a copy in "
+            "S3 would go"
+        )
+    args.output = Path(args.output)
+    args.cache_dir = args.cache_dir or args.output / "cache"
+    if args.pack_length % PACK_MULTIPLE:
+        raise run.UsageError(
+            f"--pack-length {args.pack_length}: must be a multiple of {PACK_MULTIPLE}"
+        )
+    if args.block_size < 2:
+        raise run.UsageError("--block-size 1: must be at least 2, the anchor and one draft")
+    if int(args.anchor_ratio * args.pack_length) < 1:
+        raise run.UsageError(f"--anchor-ratio {args.anchor_ratio}: gives no anchor in a pack")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif args.device == "cuda" and not torch.cuda.is_available():
+        raise run.UsageError("--device cuda: torch sees no CUDA device here")
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if args.device == "cuda" else "float32"
+    if args.attention == "auto":
+        args.attention = "flex" if args.device == "cuda" else "sdpa"
+    elif args.attention == "flex" and args.device == "cpu":
+        raise run.UsageError(
+            "--attention flex: torch has no backward of it on a CPU; use sdpa (same mask)"
+        )
+    return args
+
+
+# ---- stopping
+
+
+class StopRequest:
+    """SIGTERM or Ctrl-C: the loop finishes its step and saves; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._receive)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a dropped connection ends no run
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        return run.EXIT_TERMINATED if self.signum == signal.SIGTERM else run.EXIT_INTERRUPTED
+
+
+class Stopped(Exception):
+    """A stop was requested while waiting, before any step of this process."""
+
+
+# ---- what the run stands on
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that stays the same over the run."""
+
+    args: argparse.Namespace
+    world: dist.World
+    dataset: TokenizedDataset
+    hidden_states: HiddenStates
+    ends: TargetEnds
+    config: DrafterConfig
+    num_anchors: int
+    settings: dict[str, Any]
+
+
+def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
+    """Wait for the plan and shard 0; refuse rows that no pack can hold."""
+    dataset = TokenizedDataset(args.data, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url)
+    waiting = Waiting(log, stop)
+    plan = dataset.wait_for_plan(
+        timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("plan.json")
+    )
+    longest = plan.settings["max_length"]
+    if longest > args.pack_length:
+        raise run.UserError(
+            f"--pack-length {args.pack_length}: shorter than the rows in {args.data} (tokenized "
+            f"with --max-length {longest}); give --pack-length {_round_up(longest)} or more"
+        )
+    if plan.settings["mask_token_id"] is None:
+        raise run.UserError(
+            f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
+        )
+    dataset.wait_for_shard(
+        0, timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("shard 0")
+    )
+    return dataset
+
+
+class Waiting:
+    """Says every 10 s what is waited for and since when; ends the wait on a stop request."""
+
+    def __init__(self, log: Any, stop: StopRequest) -> None:
+        self._log, self._stop = log, stop
+
+    def for_(self, what: str) -> Any:
+        since, last = run.utc_now(), -math.inf
+
+        def on_wait(waited_s: float) -> None:
+            nonlocal last
+            if self._stop.signum is not None:
+                raise Stopped
+            if waited_s - last >= 10:
+                last = waited_s
+                self._log.info(f"waiting for={what!r} since={since} waited={waited_s:.0f}s")
+
+        return on_wait
+
+
+def _round_up(length: int) -> int:
+    return -(-length // PACK_MULTIPLE) * PACK_MULTIPLE
+
+
+def open_hidden_states(args: argparse.Namespace, device: torch.device) -> HiddenStates:
+    """Connect to the servers, or load the target beside the drafter."""
+    if args.hidden_states == "colocated":
+        target = Target.load(
+            args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
+        )
+        return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
+    try:
+        token = args.token_file.read_text().strip() if args.token_file else None
+        certificates = args.tls_root_certs.read_bytes() if args.tls_root_certs else None
+    except OSError as error:
+        raise run.UserError(f"{error.filename}: {error.strerror}") from error
+    return ServedHiddenStates(
+        args.hidden_states.split(","),
+        token=token,
+        tls_root_certs=certificates,
+        prefetch=args.prefetch * args.global_batch,
+    )
+
+
+def drafter_config(args: argparse.Namespace, mask_token_id: int) -> DrafterConfig:
+    """The drafter's shape: from --draft-config, or from the target's and the flags."""
+    facts = target_facts(args.target)
+    if args.draft_config is not None:
+        try:
+            config = DrafterConfig.from_json(json.loads(args.draft_config.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise run.UserError(f"--draft-config {args.draft_config}: {error}") from error
+        if (config.hidden_size, config.vocab_size) != (facts.hidden_size, facts.vocab_size):
+            raise run.UserError(
+                f"--draft-config: hidden size {config.hidden_size} and vocabulary "
+                f"{config.vocab_size}, but {args.target} has {facts.hidden_size} and "
+                f"{facts.vocab_size}"
+            )
+        return config
+    return DrafterConfig.for_target(
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        vocab_size=facts.vocab_size,
+        num_target_layers=facts.num_layers,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=facts.rope_theta,
+        max_position_embeddings=facts.max_position_embeddings,
+        eos_token_id=facts.eos_token_id,
+        target_layer_ids=args.layers,
+        num_layers=args.draft_layers,
+        block_size=args.block_size,
+        mask_token_id=mask_token_id,
+        sliding_window=args.sliding_window,
+    )
+
+
+def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Plan) -> None:
+    """Refuse hidden states or data that were made for another target than --target."""
+    facts, have = target_facts(args.target), hidden_states.description
+    expected = {
+        "layers": (tuple(args.layers), tuple(have.layers)),
+        "hidden_size": (facts.hidden_size, have.hidden_size),
+        "vocab_size": (facts.vocab_size, have.vocab_size),
+    }
+    for name, (want, got) in expected.items():
+        if want != got:
+            raise run.UserError(
+                f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
+                "start the server with the same --target and --layers"
+            )
+    longest = plan.settings["max_length"]
+    if have.max_tokens_per_request < args.pack_length:
+        raise run.UserError(
+            f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
+            f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
+        )
+    if plan.settings["vocab_size"] > facts.vocab_size:
+        raise run.UserError(
+            f"{args.data} uses ids up to {plan.settings['vocab_size'] - 1} (max length {longest}), "
+            f"but {args.target} has {facts.vocab_size}: it was tokenized for another target"
+        )
+
+
+def run_settings(args: argparse.Namespace, have: Any, config: DrafterConfig, plan: Plan) -> dict:
+    """What decides the weights: compared on a resume, kept in every checkpoint."""
+    chosen = {key: value for key, value in vars(args).items() if key not in FREE_FLAGS}
+    chosen["draft_config"] = config.to_json()
+    chosen["plan_sha256"] = plan.sha256
+    chosen["weights_fingerprint"] = have.weights_fingerprint
+    return json.loads(run.json_bytes(chosen))
+
+
+def build_drafter(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The drafter with fresh float32 weights, sharded over all ranks, and its AdamW."""
+    drafter = Drafter(setup.config)
+    drafter.reset_parameters(seed=setup.args.seed)
+    drafter.to(setup.world.device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, setup.args.dtype), reduce_dtype=torch.float32
+    )
+    for module in (*drafter.layers, drafter):
+        fully_shard(module, mesh=setup.world.mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # gradients add up over ranks, as the loss does
+        module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(),
+        lr=setup.args.learning_rate,
+        betas=ADAM_BETAS,
+        weight_decay=0.0,
+        fused=setup.world.device.type == "cuda",
+    )
+    return drafter, optimizer
+
+
+def training_horizon(args: argparse.Namespace, plan: Plan, record: Mapping[str, Any]) -> int:
+    """The steps that the learning rate is laid over: --max-steps, or a guess from shard 0."""
+    if args.max_steps is not None:
+        return args.max_steps
+    if record["tokens"] == 0:
+        raise run.UserError("shard 0 holds no tokens to guess the run's length from: --max-steps")
+    tokens = args.epochs * plan.planned_bytes * record["tokens"] / plan.shard_bytes(0)
+    return math.ceil(tokens / (args.global_batch * args.pack_length))
+
+
+def learning_rate(step: int, *, peak: float, warmup_ratio: float, horizon: int) -> float:
+    """Linear warm-up, then a cosine to a tenth of the peak, where it stays; steps count from 1."""
+    warmup = max(1, round(warmup_ratio * horizon))
+    if step <= warmup:
+        return peak * step / warmup
+    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (LEARNING_RATE_FLOOR + (1 - LEARNING_RATE_FLOOR) * cosine)
+
+
+# ---- one step
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward needs, all of one fixed shape: packs joined into a row, and their blocks."""
+
+    packs: tuple[PackedRows, ...]
+    pack: Pack
+    blocks: Blocks
+    weights: torch.Tensor
+    taps: tuple[Future[Taps], ...]
+
+
+def micro_batches(setup: Setup, ready: ReadyStep, step: int) -> list[MicroBatch]:
+    """Join this rank's packs into forwards of --micro-batch packs and draw their anchors.
+
+    A pack's anchors depend on (seed, step, its index in the global batch) alone.
+    """
+    args, batches = setup.args, []
+    for start in range(0, len(ready.packs), args.micro_batch):
+        packs = ready.packs[start : start + args.micro_batch]
+        anchors, keep = [], []
+        for offset, rows in enumerate(packs):
+            index = ready.first + start + offset
+            generator = torch.Generator().manual_seed(
+                int(seeded_generator("anchors", args.seed, step, index).integers(2**63))
+            )
+            legal = legal_anchors(tensor_pack([rows], device=torch.device("cpu")))
+            chosen, kept = sample_anchors(legal, setup.num_anchors, generator=generator)
+            anchors.append(chosen + offset * args.pack_length)
+            keep.append(kept)
+        pack = tensor_pack(packs, device=setup.world.device)
+        blocks = make_blocks(
+            pack,
+            torch.cat(anchors).to(setup.world.device),
+            torch.cat(keep).to(setup.world.device),
+            block_size=setup.config.block_size,
+            mask_token_id=setup.config.mask_token_id,
+        )
+        weights = decay_weights(blocks, gamma=args.gamma)
+        taps = ready.taps[start : start + args.micro_batch]
+        batches.append(MicroBatch(packs, pack, blocks, weights, taps))
+    return batches
+
+
+def train_step(
+    setup: Setup,
+    drafter: Any,
+    optimizer: torch.optim.Optimizer,
+    ready: ReadyStep,
+    step: int,
+    *,
+    horizon: int,
+) -> dict[str, Any]:
+    """One optimizer step on the global batch; returns its line of metrics, equal on every rank.
+
+    The weighted sums of all micro-batches and ranks are divided by the global sum of weights, so
+    the update does not depend on how the batch is split.
+    """
+    began, args, world = time.monotonic(), setup.args, setup.world
+    batches = micro_batches(setup, ready, step)
+    total_weight, tokens, anchors = world.sum(
+        [
+            float(sum(batch.weights.sum() for batch in batches)),
+            sum(pack.num_tokens for pack in ready.packs),
+            float(sum(batch.blocks.keep.sum() for batch in batches)),
+        ]
+    )
+    waited_s, sums = 0.0, torch.zeros(1 + 2 * setup.config.block_size, dtype=torch.float64)
+    for index, batch in enumerate(batches):
+        drafter.set_requires_gradient_sync(index == len(batches) - 1)
+        asked = time.monotonic()
+        states = [future.result().hidden for future in batch.taps]
+        waited_s += time.monotonic() - asked
+        output = draft_blocks(
+            drafter,
+            setup.config,
+            setup.ends,
+            pack=batch.pack,
+            blocks=batch.blocks,
+            taps=padded_taps(batch.packs, states, setup.ends.embedding),
+            attention=args.attention,
+        )
+        loss = weighted_loss(
+            output, setup.ends.head, batch.blocks, batch.weights, chunk_slots=CHUNK_SLOTS
+        )
+        (loss.loss / max(total_weight, 1e-12)).backward()
+        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
+    norm = nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
+    rate = learning_rate(
+        step, peak=args.learning_rate, warmup_ratio=args.warmup_ratio, horizon=horizon
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_sum, *counts = world.sum(sums.tolist())
+    correct, supervised = sum(counts[: len(counts) // 2]), sum(counts[len(counts) // 2 :])
+    step_s = time.monotonic() - began
+    return {
+        "step": step,
+        "loss": loss_sum / max(total_weight, 1e-12),
+        "slot_accuracy": correct / max(supervised, 1),
+        "grad_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        "learning_rate": rate,
+        "tokens": int(tokens),
+        "anchors": int(anchors),
+        "step_s": step_s,
+        "data_wait_s": waited_s,
+        "tokens_per_s": tokens / step_s,
+    }
+
+
+# ---- the run
+
+
+@dataclass
+class RunState:
+    """Where the run stands; `saved` and `evaluated` are the steps at which that was last done."""
+
+    step: int
+    cursor: Cursor
+    horizon: int
+    saved: int = -1
+    evaluated: int = -1
+    first: Evaluation | None = None
+    last: Evaluation | None = None
+
+
+def find_resume(args: argparse.Namespace) -> Path | None:
+    """The checkpoint to go on from, by --resume; None to start afresh."""
+    folder = args.output / "checkpoints"
+    newest = checkpoint.find_newest(folder)
+    if args.resume == "auto":
+        return newest
+    if args.resume != "never":
+        return Path(args.resume)
+    if newest is not None:
+        raise run.UserError(
+            f"--resume never: {args.output} holds a run already ({newest.name}); choose another "
+            "--output or delete it"
+        )
+    return None
+
+
+def refuse_changes(
+    args: argparse.Namespace, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    """Compare the settings of the run in --output with this command's."""
+    allowed = {name.strip().replace("-", "_") for name in args.allow_change.split(",")}
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted({*old, *new} - allowed)
+        if old.get(key) != new.get(key)
+    ]
+    if changed:
+        raise run.UserError(
+            f"{args.output} holds a run with other settings ({'; '.join(changed)}).\n"
+            "Use another --output, or name what may change in --allow-change"
+        )
+
+
+def evaluate_now(
+    setup: Setup, drafter: nn.Module, state: RunState, log: Any, journal: Journal | None
+) -> None:
+    """Evaluate on the first held-out rows of the shards up to the cursor, and write it down."""
+    args = setup.args
+    seen = state.cursor.position + 1 if state.cursor.epoch == 0 else setup.dataset.num_shards
+    shards = [
+        setup.dataset.wait_for_shard(index, timeout_s=args.shard_timeout) for index in range(seen)
+    ]
+    packs, rows = held_out_packs(
+        shards,
+        seed=args.seed,
+        fraction=args.eval_fraction,
+        max_rows=args.eval_rows,
+        pack_length=args.pack_length,
+    )
+    state.evaluated = state.step
+    if rows == 0:
+        return
+    drafter.eval()
+    result = evaluate(
+        drafter,
+        setup.config,
+        setup.ends,
+        setup.hidden_states,
+        packs=packs,
+        rows=rows,
+        num_anchors=setup.num_anchors,
+        gamma=args.gamma,
+        attention=args.attention,
+        chunk_slots=CHUNK_SLOTS,
+        world=setup.world,
+    )
+    drafter.train()
+    state.first, state.last = state.first or result, result
+    if journal is not None:
+        log.info(
+            f"step={state.step} eval_loss={result.loss:.4f} "
+            f"acceptance={result.acceptance_length:.3f} "
+            f"walked_acceptance={result.walked_acceptance_length:.3f} rows={result.rows}"
+        )
+        journal.write(
+            {
+                "step": state.step,
+                "eval_loss": result.loss,
+                "eval_acceptance_length": result.acceptance_length,
+                "eval_walked_acceptance_length": result.walked_acceptance_length,
+                "eval_slot_accuracy": list(result.slot_accuracy),
+                "eval_rows": result.rows,
+            }
+        )
+        journal.draw_curves()
+
+
+def save_checkpoint(
+    setup: Setup,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: RunState,
+    log: Any,
+    *,
+    finished: bool,
+) -> None:
+    """Save everything a resume needs in a folder of this step."""
+    path = checkpoint.save(
+        setup.args.output / "checkpoints",
+        step=state.step,
+        model=drafter,
+        optimizer=optimizer,
+        state={
+            "cursor": vars(state.cursor),
+            "finished": finished,
+            "horizon": state.horizon,
+            "settings": setup.settings,
+        },
+        world=setup.world,
+    )
+    state.saved = state.step
+    if setup.world.is_main:
+        log.info(f"step={state.step} saved={path}")
+
+
+def train(
+    setup: Setup,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: RunState,
+    *,
+    stop: StopRequest,
+    journal: Journal | None,
+    log: Any,
+) -> bool:
+    """Step until the data or --max-steps end: True; False when a stop request came first."""
+    args, world = setup.args, setup.world
+    feed = StepFeed(
+        step_stream(setup, stop, log).steps(state.cursor),
+        setup.hidden_states,
+        share=args.global_batch // world.size,
+        rank=world.rank,
+        depth=args.prefetch,
+    )
+    bar = run.Progress(log, total=state.horizon, unit="step") if world.is_main else None
+    if bar is not None:
+        bar.start_at(state.step)
+    if args.eval_rows and state.step == 0:
+        evaluate_now(setup, drafter, state, log, journal)
+    failure: run.UserError | None = None
+    while True:
+        ready = None
+        try:
+            if args.max_steps is None or state.step < args.max_steps:
+                ready = feed.next(lambda: stop.signum is not None)
+        except run.UserError as error:  # a shard or a server that did not come: save, then say so
+            failure = error
+        if not world.agree(ready is not None):
+            break
+        assert ready is not None
+        state.step += 1
+        entry = train_step(setup, drafter, optimizer, ready, state.step, horizon=state.horizon)
+        state.cursor = ready.step.after
+        if journal is not None and bar is not None:
+            journal.write(entry)
+            bar.update(1, loss=f"{entry['loss']:.3f}")
+            if state.step == 1 or state.step % args.log_every == 0:
+                log.info(step_line(entry, state.horizon))
+        if args.eval_rows and state.step % args.eval_every == 0:
+            evaluate_now(setup, drafter, state, log, journal)
+        if state.step % args.save_every == 0:
+            save_checkpoint(setup, drafter, optimizer, state, log, finished=False)
+    if bar is not None:
+        bar.close()
+    cut_short = ready is not None or stop.signum is not None or failure is not None
+    finished = world.sum([float(cut_short)])[0] == 0
+    if finished and args.eval_rows and state.evaluated != state.step:
+        evaluate_now(setup, drafter, state, log, journal)
+    if finished or state.saved != state.step:
+        save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
+    if failure is not None:
+        raise failure
+    return finished
+
+
+def step_stream(setup: Setup, stop: StopRequest, log: Any) -> StepStream:
+    """The steps of this run's data; waits for shards that are not committed yet."""
+    args, dataset, waiting = setup.args, setup.dataset, Waiting(log, stop)
+
+    def open_shard(index: int) -> Shard:
+        return dataset.wait_for_shard(
+            index,
+            timeout_s=args.shard_timeout,
+            poll_s=SHARD_POLL_S,
+            on_wait=waiting.for_(f"shard {index}"),
+        )
+
+    return StepStream(
+        num_shards=dataset.num_shards,
+        open_shard=open_shard,
+        prefetch=dataset.prefetch,
+        plan_sha256=dataset.plan.sha256,
+        seed=args.seed,
+        epochs=args.epochs,
+        pack_length=args.pack_length,
+        global_batch=args.global_batch,
+        eval_fraction=args.eval_fraction,
+    )
+
+
+def step_line(entry: Mapping[str, Any], horizon: int) -> str:
+    """One greppable line about a step."""
+    return run.format_fields(
+        {
+            "step": f"{entry['step']}/{horizon}",
+            "loss": f"{entry['loss']:.4f}",
+            "slot_accuracy": f"{entry['slot_accuracy']:.3f}",
+            "grad_norm": f"{entry['grad_norm']:.3f}",
+            "lr": f"{entry['learning_rate']:.2e}",
+            "tokens/s": run.format_count(entry["tokens_per_s"]),
+            "step_s": f"{entry['step_s']:.2f}",
+            "data_wait_s": f"{entry['data_wait_s']:.2f}",
+        }
+    )
+
+
+# ---- start and end
+
+
+def prepare(args: argparse.Namespace, world: dist.World, log: Any, stop: StopRequest) -> Setup:
+    """Open the data and the hidden states, check that they belong together, settle the shape."""
+    if args.global_batch % (world.size * args.micro_batch):
+        raise run.UsageError(
+            f"--global-batch {args.global_batch}: must be a multiple of {world.size} ranks x "
+            f"--micro-batch {args.micro_batch}"
+        )
+    if args.layers is None:
+        args.layers = default_target_layers(target_facts(args.target).num_layers)
+    dataset = open_dataset(args, log, stop)
+    config = drafter_config(args, dataset.plan.settings["mask_token_id"])
+    hidden_states = open_hidden_states(args, world.device)
+    check_parts(args, hidden_states, dataset.plan)
+    embedding, head = read_embedding_and_head(
+        args.target, dtype=getattr(torch, args.dtype), device=world.device
+    )
+    return Setup(
+        args=args,
+        world=world,
+        dataset=dataset,
+        hidden_states=hidden_states,
+        ends=TargetEnds(embedding, head),
+        config=config,
+        num_anchors=int(args.anchor_ratio * args.pack_length),
+        settings=run_settings(args, hidden_states.description, config, dataset.plan),
+    )
+
+
+def restore(
+    setup: Setup, drafter: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None
+) -> RunState:
+    """The state to go on from: a checkpoint's, or a fresh one with its horizon laid down."""
+    plan = setup.dataset.plan
+    if path is None:
+        record = setup.dataset.record(0)
+        assert record is not None
+        return RunState(0, Cursor(), training_horizon(setup.args, plan, record))
+    old = checkpoint.read_state(path)
+    checkpoint.load(path, model=drafter, optimizer=optimizer)
+    return RunState(old["step"], Cursor(**old["cursor"]), old["horizon"], saved=old["step"])
+
+
+def write_run_json(setup: Setup, *, started: str, counts: Mapping[str, Any]) -> None:
+    facts = run.run_facts(settings=vars(setup.args), started=started, counts=counts)
+    facts["training_settings"] = setup.settings
+    run.write_atomic(setup.args.output / "run.json", run.json_bytes(facts))
+
+
+def previous_settings(args: argparse.Namespace, resumed: Path | None) -> dict[str, Any] | None:
+    """The settings of the run that --output holds; None when it holds none."""
+    if resumed is not None:
+        return checkpoint.read_state(resumed)["settings"]
+    path = args.output / "run.json"
+    return json.loads(path.read_bytes())["training_settings"] if path.exists() else None
+
+
+def summary_rows(setup: Setup, state: RunState, parameters: int) -> list[tuple[str, Any]]:
+    """What was trained, how well it drafts now, and where it lies."""
+    first, last = state.first, state.last
+
+    def before_after(attribute: str) -> str:
+        if first is None or last is None:
+            return "no held-out rows"
+        return (
+            f"{getattr(first, attribute):.3f} ({first.rows} rows) -> "
+            f"{getattr(last, attribute):.3f} ({last.rows} rows)"
+        )
+
+    accuracy = " ".join(f"{value:.2f}" for value in last.slot_accuracy) if last else "-"
+    return [
+        ("target", setup.args.target),
+        ("drafter parameters", run.format_count(parameters)),
+        ("steps", f"{state.step:,}"),
+        ("held-out loss", before_after("loss")),
+        ("acceptance length, all anchors", before_after("acceptance_length")),
+        ("acceptance length, walked", before_after("walked_acceptance_length")),
+        ("accuracy of slots 1, 2, ...", accuracy),
+        ("export", setup.args.output / "export"),
+        ("curves", setup.args.output / "curves.png"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    started, began = run.utc_now(), time.monotonic()
+    stop = StopRequest()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # a second thread makes matrices this small far slower
+    with dist.start(args.device) as world:
+        args.output.mkdir(parents=True, exist_ok=True)
+        log = run.setup_logging(
+            "train" if world.is_main else f"train[{world.rank}]",
+            debug=args.debug,
+            log_file=args.output / "train.log" if world.is_main else None,
+        )
+        try:
+            return run_training(args, world, log, stop, started=started, began=began)
+        except Stopped:
+            return stop.exit_code
+
+
+def run_training(
+    args: argparse.Namespace,
+    world: dist.World,
+    log: Any,
+    stop: StopRequest,
+    *,
+    started: str,
+    began: float,
+) -> int:
+    """Prepare, resume, train, export, tell."""
+    if world.is_main:
+        run.print_settings(log, vars(args))
+    resumed = find_resume(args)
+    setup = prepare(args, world, log, stop)
+    previous = previous_settings(args, resumed)
+    if previous is not None:
+        refuse_changes(args, previous, setup.settings)
+    if resumed is not None and checkpoint.read_state(resumed)["finished"]:
+        log.info(f"nothing to do: {resumed} is the end of this run")
+        return 0
+    drafter, optimizer = build_drafter(setup)
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    state = restore(setup, drafter, optimizer, resumed)
+    journal = None
+    if world.is_main:
+        write_run_json(setup, started=started, counts={"step": state.step})
+        journal = Journal(args.output, resume_step=state.step)
+        log.info(f"starting step={state.step} horizon={state.horizon} resumed={resumed}")
+    finished = train(setup, drafter, optimizer, state, stop=stop, journal=journal, log=log)
+    if finished:
+        checkpoint.export(args.output / "export", model=drafter, config=setup.config, world=world)
+    setup.hidden_states.close()
+    if journal is not None:
+        journal.draw_curves()
+        journal.close()
+        write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})
+        wall = ("wall time", run.format_duration(time.monotonic() - began))
+        run.print_table("Training", [*summary_rows(setup, state, parameters), wall])
+    if finished:
+        return 0
+    return stop.exit_code
+
+
+if __name__ == "__main__":
+    run.exit_with(main)
