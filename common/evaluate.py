@@ -171,7 +171,7 @@ def evaluate(
         ]
     world.sum_tensor(sums)
     world.sum_tensor(lengths)
-    tokens, steps = _walk(packs, legal, lengths, offsets)
+    tokens, steps = _walk(legal, packs, lengths, offsets)
     size = config.block_size
     accuracy = sums[2 : 2 + size] / sums[2 + size :].clamp(min=1)
     return Evaluation(
@@ -188,3 +188,21 @@ def _fixed(anchors: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     padded = torch.zeros(size, dtype=anchors.dtype, device=anchors.device)
     padded[: len(anchors)] = anchors
     return padded, torch.arange(size, device=anchors.device) < len(anchors)
+
+
+def _walk(
+    legal: Sequence[torch.Tensor],
+    packs: Sequence[PackedRows],
+    lengths: torch.Tensor,
+    offsets: Sequence[int],
+) -> tuple[int, int]:
+    """Walked (tokens, target steps) over all documents of all packs."""
+    tokens = steps = 0
+    for number, anchors in enumerate(legal):
+        drafted = lengths[offsets[number] : offsets[number + 1]]
+        documents = torch.from_numpy(packs[number].documents).to(anchors.device)[anchors]
+        for document in range(len(packs[number].token_lists)):
+            mine = documents == document
+            walked = walked_acceptance(drafted[mine], anchors[mine])
+            tokens, steps = tokens + walked[0], steps + walked[1]
+    return tokens, steps

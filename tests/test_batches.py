@@ -1,0 +1,146 @@
+"""Packing and order: every training row once an epoch, the same for any rank count or restart."""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from common.batches import (
+    Cursor,
+    StepStream,
+    build_pack,
+    held_out_packs,
+    pack_rows,
+    seeded_generator,
+    shard_order,
+)
+from common.shards import is_held_out
+
+
+@dataclass
+class MemoryShard:
+    """Rows in memory with the reader's interface: row r of shard s repeats the number 100 s + r."""
+
+    index: int
+    ids: list[str]
+    lengths: np.ndarray
+
+    def input_ids(self, row: int) -> np.ndarray:
+        return np.full(self.lengths[row], 100 * self.index + row, dtype=np.int32)
+
+    def loss_mask(self, row: int) -> np.ndarray:
+        return np.arange(self.lengths[row]) >= self.lengths[row] // 2
+
+
+def make_shards(num_shards: int, rows: int) -> list[MemoryShard]:
+    generator = np.random.default_rng(7)
+    return [
+        MemoryShard(
+            index=index,
+            ids=[f"shard{index}-row{row}" for row in range(rows)],
+            lengths=generator.integers(3, 200, size=rows),
+        )
+        for index in range(num_shards)
+    ]
+
+
+def make_stream(shards: list[MemoryShard], **changes) -> StepStream:
+    settings = dict(
+        num_shards=len(shards),
+        open_shard=lambda index: shards[index],
+        prefetch=lambda index: None,
+        plan_sha256="plan",
+        seed=0,
+        epochs=2,
+        pack_length=256,
+        global_batch=4,
+        eval_fraction=0.2,
+    )
+    return StepStream(**{**settings, **changes})
+
+
+def rows_of(steps) -> list[str]:
+    return [row_id for step in steps for pack in step.row_ids for row_id in pack]
+
+
+def test_every_training_row_comes_once_an_epoch_and_held_out_rows_never():
+    shards = make_shards(3, 40)
+    training = {
+        row_id
+        for shard in shards
+        for row_id in shard.ids
+        if not is_held_out(row_id, seed=0, fraction=0.2)
+    }
+    assert 0 < len(training) < 120
+    one = rows_of(make_stream(shards, epochs=1).steps(Cursor()))
+    assert sorted(one) == sorted(training)
+    both = rows_of(make_stream(shards).steps(Cursor()))
+    assert sorted(both) == sorted([*training, *training])
+    assert both[len(one) :] != one, "the second epoch keeps the first one's order"
+
+
+def test_resuming_at_any_cursor_gives_the_same_remaining_steps():
+    shards = make_shards(3, 25)
+    steps = list(make_stream(shards).steps(Cursor()))
+    assert len(steps) > 8
+    for done in range(len(steps)):
+        rest = list(make_stream(shards).steps(steps[done].after))
+        assert [step.row_ids for step in rest] == [step.row_ids for step in steps[done + 1 :]]
+
+
+def test_the_last_step_is_filled_with_empty_packs():
+    shards = make_shards(1, 5)
+    steps = list(make_stream(shards, epochs=1, global_batch=64).steps(Cursor()))
+    assert len(steps) == 1 and len(steps[0].packs) == 64
+    assert steps[0].packs[-1].token_lists == ()
+    assert (steps[0].packs[-1].documents == -1).all()
+
+
+def test_first_epoch_follows_the_plan_and_later_ones_are_shuffled():
+    orders = [shard_order(20, epoch=epoch, seed=1, plan_sha256="p") for epoch in range(3)]
+    assert orders[0] == list(range(20))
+    assert sorted(orders[1]) == sorted(orders[2]) == orders[0]
+    assert orders[1] != orders[2] != orders[0]
+    assert orders[1] == shard_order(20, epoch=1, seed=1, plan_sha256="p")
+    assert orders[1] != shard_order(20, epoch=1, seed=2, plan_sha256="p")
+
+
+def test_long_tailed_rows_fill_packs_to_97_percent():
+    lengths = np.minimum(4096, np.random.default_rng(0).lognormal(7.2, 0.8, 20_000)).astype(int)
+    packs = pack_rows(lengths, pack_length=4096, generator=seeded_generator("x"))
+    assert sorted(itertools.chain(*packs)) == list(range(20_000))
+    totals = [lengths[pack].sum() for pack in packs]
+    assert max(totals) <= 4096
+    assert sum(totals) / (4096 * len(packs)) >= 0.97
+
+
+def test_a_row_longer_than_a_pack_is_refused():
+    with pytest.raises(ValueError, match="300 tokens"):
+        pack_rows([10, 300], pack_length=256, generator=seeded_generator("x"))
+
+
+def test_a_pack_lays_documents_side_by_side_then_padding():
+    shard = make_shards(1, 3)[0]
+    shard.lengths = np.array([3, 2, 4])
+    pack = build_pack(shard, [2, 0], pack_length=128)
+    assert pack.documents[:9].tolist() == [0, 0, 0, 0, 1, 1, 1, -1, -1]
+    assert pack.positions[:8].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert pack.input_ids[:8].tolist() == [2, 2, 2, 2, 0, 0, 0, 0]
+    assert pack.loss_mask[:8].tolist() == [False, False, True, True, False, True, True, False]
+    assert [tokens.tolist() for tokens in pack.token_lists] == [[2, 2, 2, 2], [0, 0, 0]]
+    assert pack.num_tokens == 7
+
+
+def test_evaluation_takes_the_first_held_out_rows_in_plan_order():
+    shards = make_shards(3, 30)
+    held_out = [
+        (shard.index, row)
+        for shard in shards
+        for row, row_id in enumerate(shard.ids)
+        if is_held_out(row_id, seed=0, fraction=0.2)
+    ]
+    packs, rows = held_out_packs(shards, seed=0, fraction=0.2, max_rows=9, pack_length=256)
+    found = [int(tokens[0]) for pack in packs for tokens in pack.token_lists]
+    assert rows == 9
+    assert found == [100 * shard + row for shard, row in held_out[:9]]
