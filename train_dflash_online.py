@@ -28,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.shards import Plan, Shard, TokenizedDataset
+from common.store import add_store_arguments
+from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,8 +57,6 @@ from common.evaluate import (
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal
 from common.loss import weighted_loss
-from common.shards import Plan, Shard, TokenizedDataset
-from common.store import add_store_arguments
 from common.target import (
     Taps,
     Target,
@@ -63,7 +64,6 @@ from common.target import (
     read_embedding_and_head,
     target_facts,
 )
-from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 
 ADAM_BETAS = (0.9, 0.95)
 LEARNING_RATE_FLOOR = 0.1  # of the peak; the cosine ends here and stays

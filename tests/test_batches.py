@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from common.shards import is_held_out
 
 from common.batches import (
     Cursor,
@@ -15,7 +16,6 @@ from common.batches import (
     seeded_generator,
     shard_order,
 )
-from common.shards import is_held_out
 
 
 @dataclass

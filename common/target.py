@@ -1,0 +1,340 @@
+"""The frozen target: token ids in, the outputs of chosen decoder layers out.
+
+`target_layer_ids` count from 0 and name a layer's *output*: id i is transformers'
+`hidden_states[i + 1]`. Documents are padded on the right only, which is exact for causal and
+recurrent layers alike; they are never packed into one row, since recurrent layers would carry state
+from one document to the next. A hidden state depends on (target, layers, the request's documents).
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from common.run import UserError
+
+FINGERPRINT_BYTES = 4096  # of each tensor
+GROUP_SPREAD = 0.5  # documents share a forward when the shortest has this share of the longest
+
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What config.json says of the text model."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    eos_token_id: int | None
+
+
+@dataclass(frozen=True)
+class Taps:
+    """hidden: (T, L*H), the tapped layers side by side in the order of the ids, the documents' real
+    tokens in request order. final: (T, H), the normed output of the last layer, when asked for."""
+
+    hidden: torch.Tensor
+    final: torch.Tensor | None
+
+
+def default_target_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
+    """Evenly spread ids from 1 to num_layers - 3, as z-lab's build_target_layer_ids gives them.
+
+    Raises UserError for a target too shallow for distinct taps.
+    """
+    if num_layers < num_taps + 3:
+        raise UserError(
+            f"a target of {num_layers} layers is too shallow for {num_taps} evenly spread taps: "
+            "give --layers"
+        )
+    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+@functools.lru_cache(maxsize=4)
+def target_facts(path: str) -> TargetFacts:
+    """Read a target's config.json. Raises UserError when there is none that transformers knows."""
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--target {path}: no usable config.json ({_first_line(error)})") from error
+    eos = config.eos_token_id
+    return TargetFacts(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        eos_token_id=eos[0] if isinstance(eos, list) else eos,
+    )
+
+
+def padding_groups(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Which documents of a request share a forward: indices, longest first.
+
+    A pure function of the lengths, so that equal requests are computed alike everywhere. A group
+    pads to its longest document and holds at most `max_tokens` with padding, or one document.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups:
+            longest = lengths[groups[-1][0]]
+            fits = longest * (len(groups[-1]) + 1) <= max_tokens
+            if fits and lengths[index] >= GROUP_SPREAD * longest:
+                groups[-1].append(index)
+                continue
+        groups.append([index])
+    return groups
+
+
+class Target:
+    """A causal language model of transformers, frozen, cut after its highest tapped layer."""
+
+    def __init__(
+        self, model: nn.Module, *, name: str, layers: Sequence[int], final: bool, max_tokens: int
+    ) -> None:
+        """Wrap a loaded model. With `final` all layers run; else those above the taps are dropped.
+
+        Raises UserError for layers that are out of range, repeated, or the last one.
+        """
+        self.name, self.layers, self.final, self._max_tokens = (
+            name,
+            tuple(layers),
+            final,
+            max_tokens,
+        )
+        self._model = model.eval().requires_grad_(False)
+        self._decoder = model.get_decoder()
+        self._check_layers()
+        if not final:
+            top = max(self.layers) + 1
+            self._decoder.layers = self._decoder.layers[:top]
+            self._decoder.config.num_hidden_layers = top
+        self._captured: dict[int, torch.Tensor] = {}
+        for layer in self.layers:
+            self._decoder.layers[layer].register_forward_hook(self._capture(layer))
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        layers: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        final: bool = False,
+        max_tokens: int = 8192,
+    ) -> "Target":
+        """Load the text model of a folder or hub id. Raises UserError when that fails."""
+        target_facts(path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error
+        return cls(
+            model.to(device),
+            name=Path(path).name,
+            layers=layers,
+            final=final,
+            max_tokens=max_tokens,
+        )
+
+    def _check_layers(self) -> None:
+        depth = len(self._decoder.layers)
+        for layer in self.layers:
+            if not 0 <= layer < depth:
+                raise UserError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
+            if layer == depth - 1:
+                raise UserError(
+                    f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
+                    "the final norm"
+                )
+        if len(set(self.layers)) != len(self.layers) or not self.layers:
+            raise UserError(
+                f"--layers {','.join(map(str, self.layers))}: must name distinct layers"
+            )
+
+    def _capture(self, layer: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    @property
+    def hidden_size(self) -> int:
+        return self._decoder.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.config.vocab_size
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embedding table (V, H), the model's own tensor."""
+        return self._model.get_input_embeddings().weight
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The output head (V, H), the model's own tensor."""
+        return self._model.get_output_embeddings().weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """sha256 over (name, dtype, shape, first 4 KiB) of the tensors that the taps depend on."""
+        digest = hashlib.sha256()
+        top = max(self.layers)
+        for name, tensor in sorted(self._decoder.named_parameters()):
+            parts = name.split(".")
+            if parts[0] == "norm" or (parts[0] == "layers" and int(parts[1]) > top):
+                continue
+            head = tensor.flatten()[: FINGERPRINT_BYTES // tensor.element_size()]
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(head.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def forward(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Taps:
+        """Run one request: documents of int32 token ids, none empty. Taps are in the target's dtype.
+
+        Raises ValueError for an empty request or document, or an id outside the vocabulary.
+        """
+        self._check_documents(documents, final)
+        lengths = [len(document) for document in documents]
+        starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        options = {"dtype": self.dtype, "device": self.device}
+        hidden = torch.empty(starts[-1], len(self.layers) * self.hidden_size, **options)
+        last = torch.empty(starts[-1], self.hidden_size, **options) if final else None
+        for group in padding_groups(lengths, max_tokens=self._max_tokens):
+            ids = torch.zeros(len(group), lengths[group[0]], dtype=torch.int64)
+            for row, index in enumerate(group):
+                ids[row, : lengths[index]] = torch.from_numpy(documents[index].astype(np.int64))
+            output, taps = self.run(ids.to(self.device))
+            for row, index in enumerate(group):
+                place = slice(starts[index], starts[index + 1])
+                hidden[place] = torch.cat([tap[row, : lengths[index]] for tap in taps], dim=-1)
+                if last is not None:
+                    last[place] = output.last_hidden_state[row, : lengths[index]]
+        return Taps(hidden, last)
+
+    def run(self, input_ids: torch.Tensor, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+        """One forward of (b, T) ids: the decoder's output object, and the taps (b, T, H)."""
+        self._captured = {}
+        output = self._decoder(input_ids=input_ids, use_cache=False, **options)
+        # A hook that a compiled graph swallowed would leave no states behind, silently.
+        missing = set(self.layers) - set(self._captured)
+        assert not missing, f"no output captured from layers {sorted(missing)}"
+        taps = [self._captured[layer] for layer in self.layers]
+        self._captured = {}  # a kept capture would hold the batch in memory
+        return output, taps
+
+    def _check_documents(self, documents: Sequence[np.ndarray], final: bool) -> None:
+        if final and not self.final:
+            raise ValueError("this target was loaded without its last layers: no final states")
+        if not documents or min(len(document) for document in documents) == 0:
+            raise ValueError("a request needs documents, each of at least one token")
+        for number, document in enumerate(documents):
+            low, high = int(document.min()), int(document.max())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"document {number} has token id {low if low < 0 else high}; the target's "
+                    f"vocabulary is 0 to {self.vocab_size - 1}"
+                )
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare the taps with the model's own hidden_states on a short text of random ids.
+
+        Raises UserError that names the layer: taps that differ, are not finite, or do not vary.
+        """
+        ids = torch.randint(0, self.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
+        output, taps = self.run(ids.to(self.device), output_hidden_states=True)
+        states = output.hidden_states
+        for layer, tap in zip(self.layers, taps, strict=True):
+            values = tap.float().cpu()
+            if not values.isfinite().all():
+                raise UserError(f"layer {layer}: its output is not finite")
+            if float(values.std()) == 0 or torch.equal(values[0], values[1]):
+                raise UserError(f"layer {layer}: its output does not depend on the text")
+            own = states[layer + 1]
+            if layer + 2 == len(states):  # transformers hands out the last one after the norm
+                tap = self._decoder.norm(tap)
+            if not torch.equal(tap, own):
+                raise UserError(
+                    f"layer {layer}: the tap is not the model's hidden_states[{layer + 1}]"
+                )
+
+
+def read_embedding_and_head(
+    path: str, *, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and head, (V, H) each, straight from its safetensors files.
+
+    Tied ones are one tensor, returned twice. Raises UserError when they cannot be found.
+    """
+    folder = _local_folder(path)
+    names = _tensor_files(folder)
+    embedding_name = next((n for n in names if n.endswith("embed_tokens.weight")), None)
+    head_name = next(
+        (n for n in names if n == "lm_head.weight" or n.endswith(".lm_head.weight")), None
+    )
+    tied = AutoConfig.from_pretrained(path).tie_word_embeddings
+    if embedding_name is None or (head_name is None and not tied):
+        raise UserError(f"--target {path}: no embed_tokens.weight or lm_head.weight in its files")
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(names[name], framework="pt") as file:
+            return file.get_tensor(name).to(device=device, dtype=dtype)
+
+    embedding = read(embedding_name)
+    return embedding, embedding if tied or head_name is None else read(head_name)
+
+
+def _local_folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download  # only for hub ids
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--target {path}: {_first_line(error)}") from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        return {name: folder / file for name, file in weight_map.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise UserError(f"--target {folder}: no model.safetensors in it")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

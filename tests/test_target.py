@@ -1,0 +1,155 @@
+"""Taps are the model's own hidden states, whatever the batch; the last layer and bad ids refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.run import UserError
+from common.target import (
+    Target,
+    default_target_layers,
+    padding_groups,
+    read_embedding_and_head,
+    target_facts,
+)
+from tests.tiny_models import tiny_target
+
+KINDS = ("qwen3", "qwen3_5")
+CPU = torch.device("cpu")
+LAYERS = (0, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("targets")
+    return {kind: str(tiny_target(folder / kind, kind=kind, num_layers=8)) for kind in KINDS}
+
+
+def load(path, **options):
+    return Target.load(path, layers=LAYERS, dtype=torch.float32, device=CPU, **options)
+
+
+def documents(*lengths):
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 128, size=length).astype(np.int32) for length in lengths]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hook_on_layer_i_is_hidden_states_i_plus_1(targets, kind):
+    (document,) = documents(70)
+    model = AutoModelForCausalLM.from_pretrained(targets[kind], dtype=torch.float32)
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.from_numpy(document.astype(np.int64))[None], output_hidden_states=True
+        )
+    want = torch.cat([output.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
+    taps = load(targets[kind], final=True).forward([document], final=True)
+    assert torch.equal(taps.hidden, want)
+    assert torch.equal(taps.final, output.hidden_states[-1][0])
+    # and the convention is not blind to its neighbours
+    assert not torch.allclose(taps.hidden[:, :64], output.hidden_states[0][0], atol=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stopping_after_the_highest_tap_changes_nothing(targets, kind):
+    request = documents(40, 33)
+    cut, whole = load(targets[kind]), load(targets[kind], final=True)
+    assert len(cut._decoder.layers) == max(LAYERS) + 1 < len(whole._decoder.layers) == 8
+    assert torch.equal(cut.forward(request).hidden, whole.forward(request).hidden)
+    assert cut.fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_padded_batch_equals_one_by_one(targets, kind):
+    target = load(targets[kind])
+    request = documents(5, 90, 61, 64, 1, 33)
+    together = target.forward(request).hidden
+    alone = torch.cat([target.forward([document]).hidden for document in request])
+    assert any(len(group) > 1 for group in padding_groups([5, 90, 61, 64, 1, 33], max_tokens=8192))
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_groups_hold_every_document_once_and_keep_the_bound():
+    lengths = np.random.default_rng(1).integers(1, 2000, size=300).tolist()
+    groups = padding_groups(lengths, max_tokens=4096)
+    assert sorted(index for group in groups for index in group) == list(range(300))
+    for group in groups:
+        padded = max(lengths[index] for index in group) * len(group)
+        assert padded <= 4096 or len(group) == 1
+    assert groups == padding_groups(lengths, max_tokens=4096)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_self_check_passes_and_names_a_layer_that_returns_zeros(targets, kind):
+    target = load(targets[kind])
+    target.check()
+    target._decoder.layers[2].forward = lambda states, *rest, **named: torch.zeros_like(states)
+    with pytest.raises(UserError, match="layer 2"):
+        target.check()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [((0, 7), "last layer"), ((0, 8), "0 to 7"), ((-1,), "0 to 7"), ((1, 1), "distinct")],
+)
+def test_unusable_layers_are_refused(targets, layers, message):
+    with pytest.raises(UserError, match=message):
+        Target.load(targets["qwen3"], layers=layers, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ([np.array([3, 128], dtype=np.int32)], "id 128"),
+        ([np.array([-1], dtype=np.int32)], "id -1"),
+        ([np.array([], dtype=np.int32)], "at least one token"),
+        ([], "needs documents"),
+    ],
+)
+def test_bad_requests_are_refused(targets, request_, message):
+    with pytest.raises(ValueError, match=message):
+        load(targets["qwen3"]).forward(request_)
+
+
+def test_default_layers_are_those_of_the_released_drafters():
+    assert default_target_layers(64) == (1, 16, 31, 46, 61)
+    assert default_target_layers(36) == (1, 9, 17, 25, 33)
+    assert default_target_layers(32) == (1, 8, 15, 22, 29)
+    with pytest.raises(UserError, match="--layers"):
+        default_target_layers(7)
+
+
+def test_weights_decide_the_fingerprint(targets, tmp_path):
+    other = str(tiny_target(tmp_path / "other", kind="qwen3", num_layers=8, seed=1))
+    assert load(targets["qwen3"]).fingerprint == load(targets["qwen3"]).fingerprint
+    assert load(targets["qwen3"]).fingerprint != load(other).fingerprint
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_come_from_the_files(tmp_path, tied):
+    path = str(tiny_target(tmp_path / "t", tied=tied))
+    embedding, head = read_embedding_and_head(path, dtype=torch.float32, device=CPU)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert torch.equal(embedding, model.get_input_embeddings().weight)
+    assert torch.equal(head, model.get_output_embeddings().weight)
+    assert (embedding is head) == tied
+
+
+def test_facts_read_the_text_config_of_a_composite_model(tmp_path):
+    path = tiny_target(tmp_path / "t")
+    text = json.loads((path / "config.json").read_bytes())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": text})
+    )
+    facts = target_facts(str(tmp_path / "whole"))
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (4, 64, 128)
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="--target") as caught:
+        load(str(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
