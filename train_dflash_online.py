@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from common.shards import Plan, Shard, TokenizedDataset
 from common.store import add_store_arguments
-from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -64,6 +63,7 @@ from common.target import (
     read_embedding_and_head,
     target_facts,
 )
+from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 
 ADAM_BETAS = (0.9, 0.95)
 LEARNING_RATE_FLOOR = 0.1  # of the peak; the cosine ends here and stays
@@ -297,7 +297,6 @@ def open_hidden_states(args: argparse.Namespace, device: torch.device) -> Hidden
         args.hidden_states.split(","),
         token=token,
         tls_root_certs=certificates,
-        prefetch=args.prefetch * args.global_batch,
     )
 
 

@@ -218,7 +218,7 @@ class Target:
 
     @torch.no_grad()
     def forward(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Taps:
-        """Run one request: documents of int32 token ids, none empty. Taps are in the target's dtype.
+        """Run one request: documents of int32 token ids, none empty. Taps keep the target's dtype.
 
         Raises ValueError for an empty request or document, or an id outside the vocabulary.
         """

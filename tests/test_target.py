@@ -1,4 +1,4 @@
-"""Taps are the model's own hidden states, whatever the batch; the last layer and bad ids refused."""
+"""Taps are the model's own hidden states, whatever the batch; unusable layers are refused."""
 
 import json
 

@@ -1,0 +1,213 @@
+"""extract_hidden_online.py as a person runs it: real processes, real sockets, real signals."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.run import UserError
+from common.target import Target
+from common.wire import ColocatedHiddenStates, ServedHiddenStates, describe
+from tests.tiny_models import tiny_target
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = [sys.executable, str(ROOT / "extract_hidden_online.py")]
+LAYERS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    return str(tiny_target(tmp_path_factory.mktemp("target") / "tiny"))
+
+
+@contextlib.contextmanager
+def running(*flags):
+    """A server process; yields (process, addresses as it printed them)."""
+    process = subprocess.Popen([*SCRIPT, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serving(target_folder, *flags, port=0):
+    return running(
+        "--target", target_folder, "--layers", "0,1,2", "--listen", f"127.0.0.1:{port}", *flags
+    )
+
+
+def run_script(*flags):
+    return subprocess.run([*SCRIPT, *flags], capture_output=True, text=True, timeout=120)
+
+
+def requests(count=12):
+    generator = np.random.default_rng(3)
+    return [
+        [
+            generator.integers(0, 128, size=int(length)).astype(np.int32)
+            for length in generator.integers(1, 60, size=4)
+        ]
+        for _ in range(count)
+    ]
+
+
+def colocated(target_folder):
+    target = Target.load(
+        target_folder, layers=LAYERS, dtype=torch.float32, device=torch.device("cpu")
+    )
+    return ColocatedHiddenStates(target, max_tokens_per_request=4096)
+
+
+def test_served_hidden_states_are_the_colocated_ones_to_the_bit(target_folder):
+    own = colocated(target_folder)
+    with serving(target_folder, "--max-tokens-per-request", "4096") as process:
+        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
+        assert served.description == own.description
+        answers = [served.submit(request) for request in requests()]
+        for request, answer in zip(requests(), answers, strict=True):
+            got = answer.result(timeout=60).hidden
+            assert got.dtype == torch.bfloat16
+            assert torch.equal(got, own.submit(request).result().hidden)
+        served.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+
+
+def test_a_killed_server_loses_no_request(target_folder):
+    own, work = colocated(target_folder), requests(60)
+    with serving(target_folder) as one, serving(target_folder) as two:
+        addresses = [process.stdout.readline().strip() for process in (one, two)]
+        served = ServedHiddenStates(addresses, connect_timeout_s=60)
+        answers = [served.submit(request) for request in work]
+        answers[5].result(timeout=60)
+        one.kill()
+        for request, answer in zip(work, answers, strict=True):
+            assert torch.equal(
+                answer.result(timeout=60).hidden, own.submit(request).result().hidden
+            )
+        served.close()
+
+
+def test_a_restarted_server_is_found_again(target_folder):
+    own, work = colocated(target_folder), requests(2)
+    with serving(target_folder) as process:
+        address = process.stdout.readline().strip()
+        served = ServedHiddenStates([address], connect_timeout_s=60)
+        served.submit(work[0]).result(timeout=60)
+    answer = served.submit(work[1])
+    with serving(target_folder, port=int(address.split(":")[1])):
+        got = answer.result(timeout=60).hidden
+    assert torch.equal(got, own.submit(work[1]).result().hidden)
+    served.close()
+
+
+def test_requests_fail_with_the_address_when_every_server_stays_away(target_folder):
+    with serving(target_folder) as process:
+        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=2)
+        served.submit(requests(1)[0]).result(timeout=60)
+    with pytest.raises(UserError, match="no hidden-state server for 2 s.*127.0.0.1"):
+        served.submit(requests(1)[0]).result(timeout=30)
+    served.close()
+
+
+def test_a_bad_request_gets_an_error_and_the_stream_lives_on(target_folder):
+    good = requests(1)[0]
+    with serving(target_folder, "--max-tokens-per-request", "300") as process:
+        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
+        for bad, message in [
+            ([np.array([5, 128], np.int32)], "token id 128"),
+            ([np.array([], np.int32), good[0]], "at least one token"),
+            ([np.zeros(301, np.int32)], "--max-tokens-per-request"),
+        ]:
+            with pytest.raises(UserError, match=message):
+                served.submit(bad).result(timeout=60)
+            assert served.submit(good).result(timeout=60).hidden.shape[1] == 3 * 64
+        with pytest.raises(UserError, match="no final states"):
+            served.submit(good, final=True).result(timeout=60)
+        served.close()
+
+
+def test_final_states_come_when_the_server_has_them(target_folder):
+    with serving(target_folder, "--final") as process:
+        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
+        request = requests(1)[0]
+        taps = served.submit(request, final=True).result(timeout=60)
+        assert taps.final.shape == (sum(map(len, request)), 64)
+        assert served.submit(request).result(timeout=60).final is None
+        served.close()
+
+
+def test_a_token_is_asked_for_and_checked(target_folder, tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("open sesame\n")
+    with serving(target_folder, "--token-file", str(secret)) as process:
+        address = process.stdout.readline().strip()
+        assert describe(address, token="open sesame").layers == LAYERS
+        with pytest.raises(UserError, match="--token-file"):
+            describe(address, token="wrong")
+        with pytest.raises(UserError, match="--token-file"):
+            describe(address)
+
+
+def test_one_server_a_device(target_folder):
+    with serving(target_folder, "--devices", "cpu,cpu") as process:
+        addresses = {process.stdout.readline().strip() for _ in range(2)}
+        assert len(addresses) == 2
+        assert {describe(address).hidden_size for address in addresses} == {64}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        for address in addresses:
+            with pytest.raises(UserError):
+                describe(address)
+
+
+def test_ping_and_check(target_folder):
+    with serving(target_folder) as process:
+        address = process.stdout.readline().strip()
+        found = run_script("--ping", address)
+        assert found.returncode == 0
+        assert json.loads(found.stdout)["layers"] == [0, 1, 2]
+    lost = run_script("--ping", address)
+    assert lost.returncode == 1 and address in lost.stderr
+    checked = run_script("--target", target_folder, "--layers", "0,1,2", "--check")
+    assert checked.returncode == 0 and "0,1,2" in checked.stdout
+
+
+def test_mistakes_are_one_or_two_lines(target_folder, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (["--target", str(tmp_path), "--layers", "0"], 1, "config.json"),
+            (["--target", target_folder, "--layers", "3"], 1, "last layer"),
+            (["--target", target_folder], 1, "--layers"),
+            (
+                ["--target", target_folder, "--layers", "0", "--listen", f"127.0.0.1:{port}"],
+                1,
+                "--listen",
+            ),
+            (["--target", target_folder, "--listen", "0.0.0.0:0"], 2, "--token-file"),
+            (["--target", target_folder, "--listen", "8815"], 2, "HOST:PORT"),
+            (["--target", target_folder, "--devices", "tpu:9"], 2, "--devices"),
+            ([], 2, "--target"),
+        ]
+        for flags, code, message in cases:
+            result = run_script(*flags)
+            assert result.returncode == code, (flags, result.stderr)
+            last = result.stderr.strip().splitlines()[-1]
+            assert message in last and "Traceback" not in result.stderr, (flags, result.stderr)
+
+
+def test_interrupt_ends_with_130(target_folder):
+    with serving(target_folder) as process:
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 130
