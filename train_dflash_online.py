@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.shards import Plan, Shard, TokenizedDataset
-from common.store import add_store_arguments
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -56,6 +54,8 @@ from common.evaluate import (
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal
 from common.loss import weighted_loss
+from common.shards import Plan, Shard, TokenizedDataset
+from common.store import add_store_arguments
 from common.target import (
     Taps,
     Target,

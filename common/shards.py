@@ -1,0 +1,415 @@
+"""The tokenized dataset: plan, Arrow shards, commit records, and the reader that waits for them.
+
+    plan.json            written first: which byte ranges of which inputs make which shard, settings
+    shard-00000.arrow    Arrow IPC stream of record batches of 1,024 rows (SCHEMA)
+    shard-00000.json     the commit record, put after its shard: a shard exists when this does
+    rejected/shard-00000.jsonl     every line that could not be used, with place and reason
+    dataset_info.json, state.json  last: `datasets.load_from_disk` then opens the folder
+
+None of these holds a time, a host or a worker count: the same inputs and settings give the same
+bytes. An IPC stream cut at a batch boundary reads as a shorter valid one, so readers check the
+record's sha256 and row count.
+"""
+
+import bisect
+import dataclasses
+import fcntl
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from common.run import UserError, json_bytes
+from common.store import Entry, LocalStore, ObjectMissing, Store, open_store
+
+VERSION = 1
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string()),
+        pa.field("input_ids", pa.list_(pa.int32())),
+        pa.field("loss_mask", pa.list_(pa.bool_())),
+        pa.field("source", pa.string()),  # a row's own source or category, where it has one
+    ]
+)
+BATCH_ROWS = 1024
+BATCH_TOKENS = 64_000_000  # list offsets are 32-bit; stay far below their end
+LENGTH_EDGES = tuple(2**power for power in range(7, 19))  # 128 ... 262,144 tokens
+FIRST_SHARD_SHARE, FIRST_SHARD_BYTES = 0.01, 64_000_000  # small, so that training starts early
+PLAN_FILE = "plan.json"
+
+
+# ---- plan
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """Bytes [start, end) of one input; a line belongs to the range that holds its first byte."""
+
+    key: str
+    size: int
+    etag: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every shard is made of, and with what settings; the content of plan.json."""
+
+    settings: Mapping[str, Any]
+    tokenizer_sha256: str
+    template_sha256: str
+    row_version: int
+    prompts: tuple[Entry, ...]
+    shards: tuple[tuple[InputRange, ...], ...]
+
+    def to_bytes(self) -> bytes:
+        return json_bytes(
+            {
+                "version": VERSION,
+                "settings": dict(self.settings),
+                "tokenizer_sha256": self.tokenizer_sha256,
+                "template_sha256": self.template_sha256,
+                "row_version": self.row_version,
+                "prompts": [dataclasses.asdict(entry) for entry in self.prompts],
+                "shards": [
+                    {"index": index, "inputs": [dataclasses.asdict(part) for part in parts]}
+                    for index, parts in enumerate(self.shards)
+                ],
+            }
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Plan":
+        """Raises UserError for a plan of another version or none at all."""
+        try:
+            facts = json.loads(data)
+            if facts["version"] != VERSION:
+                raise UserError(f"plan.json: version {facts['version']}, this code reads {VERSION}")
+            return cls(
+                settings=facts["settings"],
+                tokenizer_sha256=facts["tokenizer_sha256"],
+                template_sha256=facts["template_sha256"],
+                row_version=facts["row_version"],
+                prompts=tuple(Entry(**entry) for entry in facts["prompts"]),
+                shards=tuple(
+                    tuple(InputRange(**part) for part in shard["inputs"])
+                    for shard in facts["shards"]
+                ),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"plan.json is not one of ours ({error!r})") from error
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.shard_bytes(index) for index in range(len(self.shards)))
+
+    def shard_bytes(self, index: int) -> int:
+        return sum(part.end - part.start for part in self.shards[index])
+
+
+def partition(
+    entries: Sequence[Entry], *, num_shards: int, whole: Collection[str]
+) -> tuple[tuple[InputRange, ...], ...]:
+    """Cut sorted inputs into contiguous shards of near-equal bytes, the first about 1 % of them.
+
+    Keys in `whole` (compressed ones) are never cut and belong to the shard that their first byte
+    falls in, so a shard may be empty.
+    """
+    total = sum(entry.size for entry in entries)
+    first = min(FIRST_SHARD_BYTES, int(total * FIRST_SHARD_SHARE)) if num_shards > 1 else total
+    rest = (total - first) / max(1, num_shards - 1)
+    starts = [0, *[first + round(rest * index) for index in range(num_shards - 1)]]
+    shards: list[list[InputRange]] = [[] for _ in range(num_shards)]
+    offset = 0
+    for entry in entries:
+        cuts = [start - offset for start in starts if 0 < start - offset < entry.size]
+        if entry.key in whole:
+            cuts = []
+        for start, end in zip([0, *cuts], [*cuts, entry.size], strict=True):
+            index = bisect.bisect_right(starts, offset + start) - 1
+            shards[index].append(InputRange(entry.key, entry.size, entry.etag, start, end))
+        offset += entry.size
+    return tuple(map(tuple, shards))
+
+
+# ---- names and records
+
+
+def shard_name(index: int) -> str:
+    """shard-00000: the stem of a shard's files."""
+    return f"shard-{index:05d}"
+
+
+def record_key(index: int) -> str:
+    return f"{shard_name(index)}.json"
+
+
+def base_id(row_id: str) -> str:
+    """A row's id without the suffixes of its choice (#n) and turn (/n)."""
+    for mark in ("/", "#"):
+        stem, found, number = row_id.rpartition(mark)
+        if found and number.isdigit():
+            row_id = stem
+    return row_id
+
+
+def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
+    """Whether a row is kept from training: sha256 of seed and base id falls under `fraction`."""
+    digest = hashlib.sha256(f"{seed}:{base_id(row_id)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+class ShardWriter:
+    """Writes one shard file; `finish` closes it and returns its part of the commit record."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb")
+        self._stream = pa.ipc.new_stream(self._file, SCHEMA)
+        self._rows: list[tuple[str, np.ndarray, np.ndarray, str | None]] = []
+        self._pending_tokens = 0
+        self._ids: set[str] = set()
+        self._counts = {"rows": 0, "tokens": 0, "loss_tokens": 0, "duplicate_ids": 0}
+        self._histogram = [0] * (len(LENGTH_EDGES) + 1)
+
+    def add(
+        self, row_id: str, input_ids: np.ndarray, loss_mask: np.ndarray, source: str | None
+    ) -> None:
+        """Append a row: input_ids (T,) int32, loss_mask (T,) bool."""
+        assert len(input_ids) == len(loss_mask), (len(input_ids), len(loss_mask))
+        if self._pending_tokens + len(input_ids) > BATCH_TOKENS:
+            self._flush()
+        self._rows.append((row_id, input_ids, loss_mask, source))
+        self._pending_tokens += len(input_ids)
+        self._counts["rows"] += 1
+        self._counts["tokens"] += len(input_ids)
+        self._counts["loss_tokens"] += int(loss_mask.sum())
+        self._counts["duplicate_ids"] += row_id in self._ids
+        self._ids.add(row_id)
+        self._histogram[bisect.bisect_left(LENGTH_EDGES, len(input_ids))] += 1
+        if len(self._rows) == BATCH_ROWS:
+            self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Close the file: counts, lengths histogram, bytes and sha256."""
+        self._flush()
+        self._stream.close()
+        self._file.close()
+        return {
+            **self._counts,
+            "bytes": self._path.stat().st_size,
+            "lengths": {"edges": list(LENGTH_EDGES), "counts": self._histogram},
+            "sha256": file_sha256(self._path),
+        }
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        ids, tokens, masks, sources = zip(*self._rows, strict=True)
+        offsets = pa.array(np.cumsum([0, *map(len, tokens)]), type=pa.int32())
+        values = pa.array(np.concatenate(tokens), type=pa.int32())
+        flags = pa.array(np.concatenate(masks), type=pa.bool_())
+        columns = [
+            pa.array(ids, type=pa.string()),
+            pa.ListArray.from_arrays(offsets, values),
+            pa.ListArray.from_arrays(offsets, flags),
+            pa.array(sources, type=pa.string()),
+        ]
+        self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        self._rows, self._pending_tokens = [], 0
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def closing_files(records: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """dataset_info.json and state.json, which make the folder one that load_from_disk opens."""
+    fingerprint = hashlib.sha256("".join(r["sha256"] for r in records).encode()).hexdigest()[:16]
+    number = {"dtype": "int32", "_type": "Value"}
+    features = {
+        "id": {"dtype": "string", "_type": "Value"},
+        "input_ids": {"feature": number, "_type": "List"},
+        "loss_mask": {"feature": {"dtype": "bool", "_type": "Value"}, "_type": "List"},
+        "source": {"dtype": "string", "_type": "Value"},
+    }
+    state = {
+        "_data_files": [{"filename": record["file"]} for record in records],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    return {"dataset_info.json": json_bytes(info), "state.json": json_bytes(state)}
+
+
+# ---- reader
+
+
+class Shard:
+    """The rows of one committed shard, memory-mapped; batches are never joined."""
+
+    def __init__(self, index: int, path: Path, record: Mapping[str, Any]) -> None:
+        self.index, self.record = index, record
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            self._batches = list(stream)
+        self._starts = np.cumsum([0, *[batch.num_rows for batch in self._batches]])
+        self.ids: list[str] = [i for batch in self._batches for i in batch["id"].to_pylist()]
+        counts = [np.diff(batch["input_ids"].offsets.to_numpy()) for batch in self._batches]
+        self.lengths = np.concatenate([np.zeros(0, np.int32), *counts])  # (rows,), tokens
+        if len(self.ids) != record["rows"]:
+            raise UserError(f"{path}: {len(self.ids)} rows, its record says {record['rows']}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def input_ids(self, row: int) -> np.ndarray:
+        """The token ids of a row, (T,) int32."""
+        return self._values("input_ids", row).to_numpy()
+
+    def loss_mask(self, row: int) -> np.ndarray:
+        """Which tokens of a row the target generated, (T,) bool."""
+        return self._values("loss_mask", row).to_numpy(zero_copy_only=False)
+
+    def _values(self, column: str, row: int) -> pa.Array:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        lists, local = self._batches[number][column], row - int(self._starts[number])
+        start, end = lists.offsets[local].as_py(), lists.offsets[local + 1].as_py()
+        return lists.values[start:end]
+
+
+class TokenizedDataset:
+    """Stage 1's output while it is still being written: waits for the plan and for shards.
+
+    Shards of an s3:// dataset are copied to `cache_dir` and checked; a local one is read in place.
+    """
+
+    def __init__(self, uri: str, *, cache_dir: Path, endpoint_url: str | None = None) -> None:
+        self._store: Store = open_store(uri, endpoint_url=endpoint_url)
+        self._cache_dir = cache_dir
+        self._shards: dict[int, Shard] = {}
+        self._lock = threading.Lock()
+
+    def wait_for_plan(
+        self,
+        *,
+        timeout_s: float,
+        poll_s: float = 1.0,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> Plan:
+        """The plan, when it is there. Raises UserError after `timeout_s`."""
+        data = _wait(
+            lambda: self._read(PLAN_FILE), f"{self._store.uri}: {PLAN_FILE}", timeout_s, poll_s,
+            on_wait,
+        )  # fmt: skip
+        self.plan = Plan.from_bytes(data)
+        return self.plan
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.plan.shards)
+
+    def record(self, index: int) -> dict[str, Any] | None:
+        """A shard's commit record; None while it has none. Raises UserError for another plan's."""
+        data = self._read(record_key(index))
+        if data is None:
+            return None
+        record = json.loads(data)
+        if record["plan_sha256"] != self.plan.sha256:
+            raise UserError(
+                f"{self._store.uri}: {record_key(index)} belongs to another plan; the dataset was "
+                "replaced under this run"
+            )
+        return record
+
+    def wait_for_shard(
+        self,
+        index: int,
+        *,
+        timeout_s: float,
+        poll_s: float = 1.0,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> Shard:
+        """A committed shard, checked against its record. Raises UserError after `timeout_s`."""
+        if index in self._shards:
+            return self._shards[index]
+        record = _wait(
+            lambda: self.record(index), f"{self._store.uri}: {shard_name(index)}", timeout_s,
+            poll_s, on_wait,
+        )  # fmt: skip
+        return self._open(index, record)
+
+    def prefetch(self, index: int) -> None:
+        """Fetch a shard in the background, when it is committed already."""
+        threading.Thread(target=self._prefetch, args=(index,), daemon=True).start()
+
+    def _prefetch(self, index: int) -> None:
+        try:
+            record = self.record(index)
+            if record is not None:
+                self._open(index, record)
+        except UserError:
+            return  # whoever needs the shard meets the failure again, and reports it
+
+    def _open(self, index: int, record: Mapping[str, Any]) -> Shard:
+        with self._lock:
+            if index not in self._shards:
+                self._shards[index] = Shard(index, self._local_file(index, record), record)
+            return self._shards[index]
+
+    def _local_file(self, index: int, record: Mapping[str, Any]) -> Path:
+        if isinstance(self._store, LocalStore):
+            path = Path(self._store.uri) / record["file"]
+            if not path.exists() or file_sha256(path) != record["sha256"]:
+                raise UserError(f"{path} is not what its record says: run stage 1 again")
+            return path
+        path = self._cache_dir / self.plan.sha256[:16] / record["file"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one download a machine, however many ranks
+            for attempt in range(3):
+                if path.exists() and file_sha256(path) == record["sha256"]:
+                    return path
+                if attempt < 2:
+                    self._store.download(record["file"], path)
+        raise UserError(f"{self._store.uri}: {record['file']} is not what its record says")
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self._store.read(key)
+        except ObjectMissing:
+            return None
+
+
+def _wait(
+    look: Callable[[], Any],
+    what: str,
+    timeout_s: float,
+    poll_s: float,
+    on_wait: Callable[[float], None] | None,
+) -> Any:
+    began = time.monotonic()
+    while (found := look()) is None:
+        waited = time.monotonic() - began
+        if waited >= timeout_s:
+            raise UserError(f"{what} did not appear within {timeout_s:.0f} s; is stage 1 running?")
+        if on_wait is not None:
+            on_wait(waited)
+        time.sleep(poll_s)
+    return found
