@@ -1,0 +1,1 @@
+"""What `make demo` needs: a tiny target, its tokenizer, its completions, and the driver."""
