@@ -9,8 +9,8 @@ Body reads are outside botocore's retries, so they are retried here, by range.
 import argparse
 import contextlib
 import os
+import platform
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,13 +146,13 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _replacing(self, path: Path) -> Iterator[Path]:
+        # Named after its machine and its goal, so that a rerun takes over what a killed run left.
+        temporary = path.with_name(f"{TEMPORARY}{platform.node()}-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+            temporary.touch()
         except OSError as error:
             raise UserError(f"{path.parent}: cannot write there ({error.strerror})") from error
-        os.close(handle)
-        temporary = Path(name)
         try:
             yield temporary
             with temporary.open("rb+") as file:

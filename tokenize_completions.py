@@ -1,0 +1,783 @@
+"""Stage 1: JSONL completions -> tokenized Arrow shards, on a CPU machine without torch.
+
+Reads   .jsonl, .jsonl.gz and .jsonl.zst under --input (s3://... or a folder): the target's own
+        completions, in any of the layouts listed in common/rows.py.
+Writes  plan.json, shard-00000.arrow with its commit record shard-00000.json and so on,
+        rejected/ (every line that could not be used, with place and reason), runs/ under --output.
+Resume  run the same command again: committed shards are kept. The same inputs and settings give the
+        same bytes, however many workers. --shards A:B does part of the plan on this machine.
+
+  python tokenize_completions.py --input s3://bucket/completions/ --output s3://bucket/tokens/ \\
+      --tokenizer ./Qwen3.6-27B
+
+Reject reasons: {reasons}.
+Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTERM.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import shutil
+import signal
+import sqlite3
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked child of rayon's threads would hang
+
+import numpy as np
+import pyarrow as pa
+
+from common import run
+from common.chat import ChatTokenizer, Encoded, EncodeSettings, encode_row
+from common.rows import REASONS, ROW_VERSION, Reject, RowRejected, parse_line
+from common.shards import (
+    PLAN_FILE,
+    VERSION,
+    InputRange,
+    Plan,
+    ShardWriter,
+    closing_files,
+    partition,
+    record_key,
+    shard_name,
+)
+from common.store import Entry, ObjectMissing, Store, add_store_arguments, open_store
+
+DEFAULT_MASK_TOKEN = "<|audio_start|>"
+SHARD_BYTES = 200_000_000
+PIECE_BYTES = 8_000_000  # read and encoded in one go
+FETCHES_AHEAD = 32  # pieces held or on their way: at most 256 MB
+UPLOADS_AHEAD = 4
+INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+NO_REASONING_WARNING = 0.01
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = run.make_parser((__doc__ or "").format(reasons=", ".join(REASONS)))
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", required=True, help="s3://bucket/prefix or a folder")
+    group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id")
+    add_store_arguments(group)
+    group = parser.add_argument_group("tokens and masks")
+    group.add_argument("--tokenizer", required=True, help="the target's folder or hub id")
+    group.add_argument("--max-length", type=run.positive_int, default=4096, help="tokens a row")
+    group.add_argument("--min-loss-tokens", type=run.positive_int, default=16)
+    group.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument(
+        "--preserve-thinking", action="store_true", help="the server kept the history's thoughts"
+    )
+    group.add_argument(
+        "--no-reasoning",
+        choices=("nonthinking", "empty", "reject"),
+        default="nonthinking",
+        help="a row without any reasoning field while thinking is on",
+    )
+    group.add_argument(
+        "--mask-token",
+        help=f"the drafter's mask token, which no row may hold, or none [{DEFAULT_MASK_TOKEN}]",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--output", required=True, help="s3://bucket/prefix or a folder")
+    group.add_argument("--num-shards", type=run.positive_int, help="[one per 200 MB of input]")
+    group.add_argument("--shards", metavar="A:B", help="do only these, B not included [all]")
+    group.add_argument("--overwrite", action="store_true", help="replace another plan's dataset")
+    group.add_argument("--dry-run", action="store_true", help="print the plan and exit")
+    group.add_argument(
+        "--max-reject-rate", type=run.fraction, default=0.01, help="more rejects: exit 1; 1: never"
+    )
+    group = parser.add_argument_group("machine")
+    group.add_argument("--workers", type=run.positive_int, default=len(os.sched_getaffinity(0)))
+    group.add_argument("--download-threads", type=run.positive_int, default=16)
+    group.add_argument("--work-dir", type=Path, help="local space for shards being written [/tmp]")
+    args = parser.parse_args(argv)
+    if args.shards:
+        first, colon, last = args.shards.partition(":")
+        if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
+            parser.error(f"--shards {args.shards}: must be A:B with A < B, such as 0:8")
+        args.shards = (int(first), int(last))
+    return args
+
+
+# ---- plan
+
+
+def list_inputs(store: Store, log: Any) -> list[Entry]:
+    """The JSONL objects of a store; others are counted and left alone."""
+    entries = store.list()
+    inputs = [e for e in entries if e.size > 0 and e.key.endswith(INPUT_NAMES)]
+    log.info(
+        f"input={store.uri} objects={len(inputs):,} "
+        f"bytes={run.format_bytes(sum(entry.size for entry in inputs))} "
+        f"skipped={len(entries) - len(inputs)}"
+    )
+    if not inputs:
+        raise run.UserError(
+            f"--input {store.uri}: no {', '.join(INPUT_NAMES)} there ({len(entries)} other objects)"
+        )
+    return inputs
+
+
+def find_compressed(store: Store, inputs: Sequence[Entry], threads: int) -> dict[str, str]:
+    """Compression by key, told by the first bytes, not by the name."""
+
+    def look(entry: Entry) -> str | None:
+        start = store.read(entry.key, 0, 4, etag=entry.etag)
+        return next((name for magic, name in COMPRESSIONS.items() if start.startswith(magic)), None)
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = zip(inputs, pool.map(look, inputs), strict=True)
+        return {entry.key: kind for entry, kind in found if kind is not None}
+
+
+def make_plan(
+    args: argparse.Namespace,
+    tokenizer: ChatTokenizer,
+    inputs: Sequence[Entry],
+    compressed: dict[str, str],
+    prompts: Sequence[Entry],
+) -> Plan:
+    """The plan of these inputs and flags."""
+    total = sum(entry.size for entry in inputs)
+    num_shards = args.num_shards or max(1, math.ceil(total / SHARD_BYTES))
+    mask_token, mask_token_id = find_mask_token(args.mask_token, tokenizer)
+    return Plan(
+        settings={
+            "mask_token": mask_token,
+            "mask_token_id": mask_token_id,
+            "max_length": args.max_length,
+            "min_loss_tokens": args.min_loss_tokens,
+            "no_reasoning": args.no_reasoning,
+            "num_shards": num_shards,
+            "preserve_thinking": args.preserve_thinking,
+            "thinking": args.thinking,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        tokenizer_sha256=tokenizer.tokenizer_sha256,
+        template_sha256=tokenizer.template_sha256,
+        row_version=ROW_VERSION,
+        prompts=tuple(prompts),
+        shards=partition(inputs, num_shards=num_shards, whole=compressed),
+    )
+
+
+def find_mask_token(name: str | None, tokenizer: ChatTokenizer) -> tuple[str | None, int | None]:
+    """The mask token and its id; (None, None) for `none`, or where there is no default."""
+    if name == "none":
+        return None, None
+    token_id = tokenizer.token_id(name or DEFAULT_MASK_TOKEN)
+    if token_id is None and name is not None:
+        raise run.UserError(f"--mask-token {name}: the tokenizer has no such token")
+    return (None, None) if token_id is None else (name or DEFAULT_MASK_TOKEN, token_id)
+
+
+def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
+    """Write the plan, or go on under an equal one. Raises UserError that shows what differs."""
+    try:
+        old_bytes = store.read(PLAN_FILE)
+    except ObjectMissing:
+        old_bytes = None
+    if old_bytes == plan.to_bytes():
+        return
+    if old_bytes is not None and not overwrite:
+        differences = "; ".join(plan_differences(Plan.from_bytes(old_bytes), plan))
+        raise run.UserError(
+            f"--output {store.uri} holds a dataset of another plan ({differences}).\n"
+            "Choose another --output, or replace it with --overwrite"
+        )
+    if old_bytes is not None:
+        delete_dataset(store)
+    store.write(PLAN_FILE, plan.to_bytes())
+
+
+def plan_differences(old: Plan, new: Plan) -> list[str]:
+    """What differs between two plans, in words."""
+    differences = [
+        f"{key}: {old.settings.get(key)} -> {new.settings.get(key)}"
+        for key in sorted({*old.settings, *new.settings})
+        if old.settings.get(key) != new.settings.get(key)
+    ]
+    for name in ("tokenizer_sha256", "template_sha256", "row_version", "prompts"):
+        if getattr(old, name) != getattr(new, name):
+            differences.append(f"{name.removesuffix('_sha256')} changed")
+    was, now = ({(p.key, p.etag) for s in plan.shards for p in s} for plan in (old, new))
+    if was != now:
+        differences.append(f"inputs: {len(was - now)} gone or changed, {len(now - was)} new")
+    return differences
+
+
+def delete_dataset(store: Store) -> None:
+    """Remove what this script writes, records first, and nothing else."""
+    keys = [entry.key for entry in store.list()]
+    ours = [key for key in keys if key.startswith(("shard-", "rejected/shard-"))]
+    for key in [
+        "dataset_info.json",
+        "state.json",
+        *sorted(ours, key=lambda k: k.endswith("arrow")),
+    ]:
+        store.delete(key)
+
+
+def print_plan(plan: Plan, compressed: dict[str, str]) -> None:
+    """--dry-run: one line a shard on stdout."""
+    for index, parts in enumerate(plan.shards):
+        size = run.format_bytes(plan.shard_bytes(index))
+        print(f"{shard_name(index)}  {size:>8}  {len(parts)} inputs")
+    print(
+        f"{len(plan.shards)} shards, {run.format_bytes(plan.planned_bytes)}, {len(compressed)} "
+        "compressed inputs (each is read by one thread and never cut)"
+    )
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole lines of one input: where they begin, and their first line number when it is known."""
+
+    key: str
+    offset: int
+    data: bytes
+
+
+def pieces(part: InputRange, compressed: bool) -> Iterator[InputRange]:
+    """An input range in pieces that are read in one go."""
+    step = part.end if compressed else PIECE_BYTES
+    for start in range(part.start, part.end, step):
+        yield InputRange(part.key, part.size, part.etag, start, min(start + step, part.end))
+
+
+def fetch(store: Store, piece: InputRange, compression: str | None) -> list[Block]:
+    """The lines of a piece; a line belongs to the piece that holds its first byte."""
+    if compression is not None:
+        return list(decompressed_blocks(store, piece, compression))
+    lead = 1 if piece.start else 0
+    data = store.read(piece.key, piece.start - lead, piece.end, etag=piece.etag)
+    skipped = data.find(b"\n") + 1 if lead else 0
+    if lead and not skipped:
+        return []  # inside one long line that begins earlier
+    offset, data = piece.start - lead + skipped, data[skipped:]
+    end = piece.end
+    while data and end < piece.size and not data.endswith(b"\n"):
+        more = store.read(piece.key, end, min(end + 1_000_000, piece.size), etag=piece.etag)
+        newline = more.find(b"\n") + 1
+        data += more[:newline] if newline else more
+        end += len(more)
+        if newline:
+            break
+    return [Block(piece.key, offset, data)] if data else []
+
+
+def decompressed_blocks(store: Store, piece: InputRange, compression: str) -> Iterator[Block]:
+    """A compressed object's lines in blocks; all frames and members of it, and no half ones."""
+    packed = store.read(piece.key, etag=piece.etag)
+    offset, rest = 0, b""
+    try:
+        with pa.CompressedInputStream(pa.BufferReader(packed), compression) as stream:
+            while chunk := stream.read(PIECE_BYTES):
+                data = rest + chunk
+                cut = data.rfind(b"\n") + 1
+                if cut:
+                    yield Block(piece.key, offset, data[:cut])
+                    offset += cut
+                rest = data[cut:]
+    except (OSError, pa.ArrowException) as error:
+        raise run.UserError(f"{piece.key}: cut or damaged {compression} file ({error})") from error
+    if rest:
+        yield Block(piece.key, offset, rest)
+
+
+def spool_prompts(
+    store: Store, entries: Sequence[Entry], compressed: dict[str, str], path: Path
+) -> None:
+    """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left."""
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("create table requests (custom_id text primary key, body text)")
+        for entry in entries:
+            whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
+            for block in fetch(store, whole, compressed.get(entry.key)):
+                for line in block.data.split(b"\n"):
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        request = json.loads(line)
+                        row = request["custom_id"], json.dumps(request["body"])
+                        database.execute("insert or replace into requests values (?, ?)", row)
+
+
+# ---- encoding, in worker processes
+
+
+@dataclass
+class EncodedBlock:
+    """A block's rows in flat arrays, which pickle as plain memory; never lists of tokens.
+
+    ids, sources, cut, no_reasoning: one a row. lengths (rows,) int64, tokens (T,) int32,
+    mask (T,) bool. rejects: lines of the shard's rejected file, still without line numbers.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
+    cut: int = 0
+    no_reasoning: int = 0
+    rejects: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+
+
+class Encoder:
+    """What every worker shares: made once, before the workers are forked."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, settings: EncodeSettings, prompts: Path | None
+    ) -> None:
+        self._tokenizer, self._settings, self._prompts = tokenizer, settings, prompts
+        self._database: sqlite3.Connection | None = None
+
+    def __call__(self, block: Block) -> EncodedBlock:
+        result = EncodedBlock()
+        rows: list[Encoded] = []
+        offset = block.offset
+        for number, line in enumerate(block.data.split(b"\n")):
+            ended = offset + len(line) < block.offset + len(block.data)
+            found = parse_line(
+                line + b"\n" if ended else line,
+                fallback_id=f"{block.key}@{offset}",
+                prompts=self._look_up if self._prompts else None,
+            )
+            for row in found:
+                try:
+                    if isinstance(row, Reject):
+                        raise RowRejected(row.reason, row.error)
+                    rows.append(encode_row(row, self._tokenizer, self._settings))
+                    result.ids.append(row.id)
+                    result.sources.append(row.source)
+                except RowRejected as error:
+                    facts = {"key": block.key, "line": None, "offset": offset, "id": row.id}
+                    facts |= {"reason": error.reason, "error": str(error)}
+                    result.rejects.append((number, facts))
+            offset += len(line) + 1
+        if rows:
+            result.tokens = np.concatenate([row.input_ids for row in rows])
+            result.mask = np.concatenate([row.loss_mask for row in rows])
+            result.lengths = np.array([len(row.input_ids) for row in rows])
+        result.cut = sum(row.cut for row in rows)
+        result.no_reasoning = sum(row.no_reasoning for row in rows)
+        return result
+
+    def _look_up(self, custom_id: str) -> dict[str, Any] | None:
+        if self._database is None:  # opened in the worker: connections do not survive a fork
+            self._database = sqlite3.connect(f"file:{self._prompts}?mode=ro", uri=True)
+        query = "select body from requests where custom_id = ?"
+        found = self._database.execute(query, (custom_id,)).fetchone()
+        return json.loads(found[0]) if found else None
+
+
+_encoder: Encoder | None = None  # set before the fork, so that workers inherit the tokenizer
+
+
+def encode_block(block: Block) -> EncodedBlock:
+    assert _encoder is not None
+    return _encoder(block)
+
+
+def start_worker() -> None:
+    """In a new worker: leave signals to the parent, and end when it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class WorkerPool:
+    """Encodes blocks in forked workers; a block whose worker dies is done again, alone."""
+
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        global _encoder
+        _encoder, self._workers = encoder, workers
+        gc.collect()
+        gc.freeze()  # keep the collector from touching, and so copying, the shared pages
+        self._pool = self._fork(workers)
+
+    def _fork(self, workers: int) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=start_worker)
+        pool.submit(int).result()  # forks all of them now, before this process has threads
+        return pool
+
+    def submit(self, block: Block) -> Future[EncodedBlock]:
+        try:
+            return self._pool.submit(encode_block, block)
+        except BrokenProcessPool as error:
+            failed: Future[EncodedBlock] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def result(self, block: Block, future: Future[EncodedBlock]) -> EncodedBlock:
+        """A block's result. Raises UserError that names it when it kills a worker of its own."""
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            alone = self._fork(1)
+            try:
+                result = alone.submit(encode_block, block).result()
+            except BrokenProcessPool as error:
+                raise run.UserError(
+                    f"a worker was killed twice on {block.key} at byte {block.offset} (out of "
+                    "memory?): lower --workers, or look at the line there"
+                ) from error
+            finally:
+                alone.shutdown()
+            if self._pool._broken:
+                self._pool.shutdown()
+                self._pool = self._fork(self._workers)
+            return result
+
+    def close(self) -> None:
+        """Stop the workers at once, whatever they are doing."""
+        for process in (self._pool._processes or {}).values():
+            process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+
+# ---- writing
+
+
+@dataclass
+class Totals:
+    """What this run has done so far."""
+
+    shards: int = 0
+    rows: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    bytes_in: int = 0
+    cut: int = 0
+    no_reasoning: int = 0
+    duplicate_ids: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.shards += 1
+        for name in ("rows", "tokens", "loss_tokens", "cut", "no_reasoning", "duplicate_ids"):
+            setattr(self, name, getattr(self, name) + record[name])
+        self.rejected.update(record["rejected"])
+
+    @property
+    def loss_share(self) -> float:
+        return self.loss_tokens / max(1, self.tokens)
+
+    @property
+    def reject_rate(self) -> float:
+        rejected = sum(self.rejected.values())
+        return rejected / max(1, self.rows + rejected)
+
+
+class OpenShard:
+    """One shard on local disk while its blocks come in, in order."""
+
+    def __init__(self, index: int, plan: Plan, folder: Path) -> None:
+        self.index, self._plan = index, plan
+        self._arrow = folder / f"{shard_name(index)}.arrow"
+        self._rejected_path = folder / f"{shard_name(index)}.rejected"
+        self._writer = ShardWriter(self._arrow)
+        self._rejected = self._rejected_path.open("w", encoding="utf-8")
+        self._counts: Counter[str] = Counter()
+        self._cut = self._no_reasoning = 0
+        self._next_line: dict[str, int] = {}
+
+    def add(self, part: InputRange, block: Block, encoded: EncodedBlock) -> None:
+        """Append a block's rows and rejects."""
+        ends = np.cumsum(encoded.lengths)
+        for number, end in enumerate(ends):
+            place = slice(end - encoded.lengths[number], end)
+            self._writer.add(
+                encoded.ids[number],
+                encoded.tokens[place],
+                encoded.mask[place],
+                encoded.sources[number],
+            )
+        first_line = self._next_line.get(part.key, 1)
+        for number, facts in encoded.rejects:
+            facts["line"] = first_line + number if part.start == 0 else None
+            self._rejected.write(json.dumps(facts, ensure_ascii=True) + "\n")
+            self._counts[facts["reason"]] += 1
+        self._next_line[part.key] = first_line + block.data.count(b"\n")
+        self._cut += encoded.cut
+        self._no_reasoning += encoded.no_reasoning
+
+    def close(self) -> dict[str, Any]:
+        """Close the local files; the commit record."""
+        self._rejected.close()
+        return {
+            "version": VERSION,
+            "index": self.index,
+            "plan_sha256": self._plan.sha256,
+            "file": self._arrow.name,
+            **self._writer.finish(),
+            "rejected": dict(sorted(self._counts.items())),
+            "cut": self._cut,
+            "no_reasoning": self._no_reasoning,
+        }
+
+    def upload(self, store: Store, record: dict[str, Any]) -> dict[str, Any]:
+        """Put rejects, shard and, last of all, the record that makes it exist."""
+        store.upload(f"rejected/{shard_name(self.index)}.jsonl", self._rejected_path)
+        store.upload(self._arrow.name, self._arrow)
+        store.write(record_key(self.index), run.json_bytes(record))
+        self._arrow.unlink()
+        self._rejected_path.unlink()
+        return record
+
+
+# ---- the run
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a run that do not change."""
+
+    args: argparse.Namespace
+    log: Any
+    source: Store
+    output: Store
+    plan: Plan
+    compressed: dict[str, str]
+    folder: Path
+
+
+def committed(job: Job, index: int) -> dict[str, Any] | None:
+    """A shard's record under this plan; None when it has to be done."""
+    try:
+        record = json.loads(job.output.read(record_key(index)))
+    except (ObjectMissing, ValueError):
+        return None
+    return record if record.get("plan_sha256") == job.plan.sha256 else None
+
+
+def encoded_blocks(
+    job: Job, indexes: Sequence[int], workers: WorkerPool, failures: dict[int, str]
+) -> Iterator[tuple[int, InputRange, Block, EncodedBlock]]:
+    """Every block of the shards, in order, fetched by threads and encoded by the workers.
+
+    An input that cannot be read puts its shard into `failures`; the others go on.
+    """
+    todo = (
+        (index, part, piece)
+        for index in indexes
+        for part in job.plan.shards[index]
+        for piece in pieces(part, part.key in job.compressed)
+    )
+    fetching: deque[tuple[int, InputRange, Future[list[Block]]]] = deque()
+    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]] = deque()
+    with ThreadPoolExecutor(job.args.download_threads) as threads:
+        try:
+            while True:
+                while len(fetching) < FETCHES_AHEAD and (item := next(todo, None)) is not None:
+                    index, part, piece = item
+                    kind = job.compressed.get(part.key)
+                    fetching.append((index, part, threads.submit(fetch, job.source, piece, kind)))
+                if not fetching:
+                    break
+                index, part, fetched = fetching.popleft()
+                try:
+                    blocks = fetched.result()
+                except run.UserError as error:
+                    failures.setdefault(index, str(error))
+                    continue
+                for block in blocks:
+                    if len(encoding) >= 2 * job.args.workers + 2:
+                        yield _first_result(encoding, workers)
+                    encoding.append((index, part, block, workers.submit(block)))
+            while encoding:
+                yield _first_result(encoding, workers)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _first_result(
+    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]], workers: WorkerPool
+) -> tuple[int, InputRange, Block, EncodedBlock]:
+    index, part, block, future = encoding.popleft()
+    return index, part, block, workers.result(block, future)
+
+
+def tokenize(job: Job, indexes: Sequence[int], workers: WorkerPool) -> Totals:
+    """Write and commit the shards, uploading while later ones are encoded."""
+    totals, failures = Totals(), {}
+    total_bytes = sum(job.plan.shard_bytes(index) for index in indexes)
+    bar = run.Progress(job.log, total=total_bytes, unit="B")
+    blocks = encoded_blocks(job, indexes, workers, failures)
+    pending = next(blocks, None)
+    uploads: deque[Future[dict[str, Any]]] = deque()
+    with ThreadPoolExecutor(2) as uploaders:
+        for index in indexes:
+            shard = OpenShard(index, job.plan, job.folder)
+            while pending is not None and pending[0] == index:
+                _, part, block, encoded = pending
+                shard.add(part, block, encoded)
+                totals.bytes_in += len(block.data)
+                bar.update(len(block.data), shards=f"{totals.shards}/{len(indexes)}")
+                pending = next(blocks, None)
+            record = shard.close()
+            if index in failures:
+                continue
+            uploads.append(uploaders.submit(shard.upload, job.output, record))
+            while len(uploads) > UPLOADS_AHEAD or (uploads and uploads[0].done()):
+                report(job, totals, uploads.popleft().result(), len(indexes))
+        while uploads:
+            report(job, totals, uploads.popleft().result(), len(indexes))
+    bar.close()
+    if failures:
+        raise run.UserError(
+            "; ".join(f"{shard_name(index)}: {text}" for index, text in failures.items())
+        )
+    return totals
+
+
+def report(job: Job, totals: Totals, record: dict[str, Any], count: int) -> None:
+    """Count a committed shard and say so."""
+    totals.add(record)
+    job.log.info(
+        f"shards={totals.shards}/{count} samples={totals.rows:,} "
+        f"tokens={run.format_count(totals.tokens)} loss={totals.loss_share:.1%} "
+        f"rejected={sum(totals.rejected.values()):,} committed={shard_name(record['index'])}"
+    )
+
+
+def finish_dataset(job: Job) -> bool:
+    """When every shard is committed, make the folder one that datasets opens; say whether it is."""
+    records = [committed(job, index) for index in range(len(job.plan.shards))]
+    whole = [record for record in records if record is not None]
+    if len(whole) < len(records):
+        job.log.info(f"committed={len(whole)}/{len(records)}; the rest is for other runs")
+        return False
+    for name, data in closing_files(whole).items():
+        job.output.write(name, data)
+    return True
+
+
+def print_summary(job: Job, totals: Totals, kept: int, wall_s: float) -> None:
+    rows: list[tuple[str, Any]] = [
+        ("shards", f"{totals.shards} written, {kept} kept"),
+        ("samples", f"{totals.rows:,}"),
+        ("tokens", run.format_count(totals.tokens)),
+        ("loss tokens", f"{totals.loss_share:.1%}"),
+        ("cut at max length", f"{totals.cut:,}"),
+        ("without reasoning", f"{totals.no_reasoning:,}"),
+        ("duplicate ids", f"{totals.duplicate_ids:,}"),
+        ("rejected", f"{sum(totals.rejected.values()):,} ({totals.reject_rate:.2%})"),
+        *[(f"  {reason}", f"{count:,}") for reason, count in sorted(totals.rejected.items())],
+        ("read", run.format_bytes(totals.bytes_in)),
+        ("wall time", run.format_duration(wall_s)),
+        ("samples/s", f"{totals.rows / wall_s:,.0f}"),
+        ("tokens/s", run.format_count(totals.tokens / wall_s)),
+        ("output", job.output.uri),
+    ]
+    run.print_table("Tokenizing", rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    run.raise_on_sigterm()
+    log = run.setup_logging("tokenize", debug=args.debug)
+    started, began = run.utc_now(), time.monotonic()
+    tokenizer = ChatTokenizer.load(args.tokenizer)
+    source = open_store(
+        args.input, endpoint_url=args.endpoint_url, max_connections=args.download_threads + 8
+    )
+    output = open_store(args.output, endpoint_url=args.endpoint_url)
+    inputs = list_inputs(source, log)
+    prompts = open_store(args.prompts, endpoint_url=args.endpoint_url) if args.prompts else None
+    prompt_entries = list_inputs(prompts, log) if prompts else []
+    compressed = find_compressed(source, inputs, args.download_threads)
+    plan = make_plan(args, tokenizer, inputs, compressed, prompt_entries)
+    if args.dry_run:
+        print_plan(plan, compressed)
+        return 0
+    first, last = args.shards or (0, len(plan.shards))
+    if last > len(plan.shards):
+        raise run.UsageError(f"--shards {first}:{last}: the plan has {len(plan.shards)} shards")
+    run.print_settings(log, {**vars(args), **plan.settings})
+    output.check_writable()
+    settle_plan(output, plan, overwrite=args.overwrite)
+    with work_folder(args.work_dir) as folder:
+        spool = folder / "prompts.sqlite" if prompts else None
+        if prompts and spool:
+            found = find_compressed(prompts, prompt_entries, args.download_threads)
+            spool_prompts(prompts, prompt_entries, found, spool)
+        job = Job(args, log, source, output, plan, compressed, folder)
+        settings = EncodeSettings(
+            max_length=args.max_length,
+            min_loss_tokens=args.min_loss_tokens,
+            thinking=args.thinking,
+            preserve_thinking=args.preserve_thinking,
+            no_reasoning=args.no_reasoning,
+            mask_token_id=plan.settings["mask_token_id"],
+        )
+        todo = [index for index in range(first, last) if committed(job, index) is None]
+        workers = WorkerPool(Encoder(tokenizer, settings, spool), args.workers)
+        try:
+            totals = tokenize(job, todo, workers)
+        finally:
+            workers.close()
+    finish_dataset(job)
+    facts = run.run_facts(
+        settings=vars(args),
+        started=started,
+        counts={**vars(totals), "kept": last - first - len(todo)},
+    )
+    stamp = started.replace(":", "").replace("-", "")
+    output.write(f"runs/{stamp}-{first}-{last}.json", run.json_bytes(facts))
+    print_summary(job, totals, last - first - len(todo), time.monotonic() - began)
+    return verdict(args, log, totals)
+
+
+def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
+    """The exit code, and what deserves a second look."""
+    if totals.no_reasoning > NO_REASONING_WARNING * max(1, totals.rows):
+        log.warning(
+            f"{totals.no_reasoning:,} rows have no reasoning field while thinking is on; they were "
+            f"taken as --no-reasoning {args.no_reasoning}"
+        )
+    if totals.reject_rate <= args.max_reject_rate or args.max_reject_rate == 1:
+        return 0
+    raise run.UserError(
+        f"{totals.reject_rate:.2%} of the rows were rejected, more than --max-reject-rate "
+        f"{args.max_reject_rate}; the dataset is complete, see {args.output.rstrip('/')}/rejected/"
+    )
+
+
+@contextlib.contextmanager
+def work_folder(parent: Path | None) -> Iterator[Path]:
+    """A folder of this run's own for shards being written; removed whatever happens."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tokenize-", dir=parent))
+    except OSError as error:
+        raise run.UserError(f"--work-dir {parent}: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    run.exit_with(main)
