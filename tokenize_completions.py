@@ -622,7 +622,8 @@ def _first_result(
 
 def tokenize(job: Job, indexes: Sequence[int], workers: WorkerPool) -> Totals:
     """Write and commit the shards, uploading while later ones are encoded."""
-    totals, failures = Totals(), {}
+    totals = Totals()
+    failures: dict[int, str] = {}
     total_bytes = sum(job.plan.shard_bytes(index) for index in indexes)
     bar = run.Progress(job.log, total=total_bytes, unit="B")
     blocks = encoded_blocks(job, indexes, workers, failures)

@@ -22,7 +22,6 @@ import math
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,28 +35,17 @@ from common import checkpoint, dist, run
 from common.batches import (
     PACK_MULTIPLE,
     Cursor,
-    PackedRows,
     StepStream,
     held_out_packs,
-    seeded_generator,
 )
-from common.blocks import Blocks, Pack, decay_weights, legal_anchors, make_blocks, sample_anchors
 from common.drafter import Drafter, DrafterConfig
-from common.evaluate import (
-    Evaluation,
-    TargetEnds,
-    draft_blocks,
-    evaluate,
-    padded_taps,
-    tensor_pack,
-)
+from common.drafting import TargetEnds, accumulate_gradients, micro_batches
+from common.evaluate import evaluate
 from common.feed import ReadyStep, StepFeed
-from common.journal import Journal
-from common.loss import weighted_loss
+from common.journal import Journal, read_metrics
 from common.shards import Plan, Shard, TokenizedDataset
 from common.store import add_store_arguments
 from common.target import (
-    Taps,
     Target,
     default_target_layers,
     read_embedding_and_head,
@@ -68,7 +56,6 @@ from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 ADAM_BETAS = (0.9, 0.95)
 LEARNING_RATE_FLOOR = 0.1  # of the peak; the cosine ends here and stays
 MAX_GRAD_NORM = 1.0
-CHUNK_SLOTS = 2048  # logits of this many slots exist at once: 1 GB in bf16 at 248,320 words
 SHARD_POLL_S = 1.0
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
@@ -413,49 +400,6 @@ def learning_rate(step: int, *, peak: float, warmup_ratio: float, horizon: int) 
 # ---- one step
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward needs, all of one fixed shape: packs joined into a row, and their blocks."""
-
-    packs: tuple[PackedRows, ...]
-    pack: Pack
-    blocks: Blocks
-    weights: torch.Tensor
-    taps: tuple[Future[Taps], ...]
-
-
-def micro_batches(setup: Setup, ready: ReadyStep, step: int) -> list[MicroBatch]:
-    """Join this rank's packs into forwards of --micro-batch packs and draw their anchors.
-
-    A pack's anchors depend on (seed, step, its index in the global batch) alone.
-    """
-    args, batches = setup.args, []
-    for start in range(0, len(ready.packs), args.micro_batch):
-        packs = ready.packs[start : start + args.micro_batch]
-        anchors, keep = [], []
-        for offset, rows in enumerate(packs):
-            index = ready.first + start + offset
-            generator = torch.Generator().manual_seed(
-                int(seeded_generator("anchors", args.seed, step, index).integers(2**63))
-            )
-            legal = legal_anchors(tensor_pack([rows], device=torch.device("cpu")))
-            chosen, kept = sample_anchors(legal, setup.num_anchors, generator=generator)
-            anchors.append(chosen + offset * args.pack_length)
-            keep.append(kept)
-        pack = tensor_pack(packs, device=setup.world.device)
-        blocks = make_blocks(
-            pack,
-            torch.cat(anchors).to(setup.world.device),
-            torch.cat(keep).to(setup.world.device),
-            block_size=setup.config.block_size,
-            mask_token_id=setup.config.mask_token_id,
-        )
-        weights = decay_weights(blocks, gamma=args.gamma)
-        taps = ready.taps[start : start + args.micro_batch]
-        batches.append(MicroBatch(packs, pack, blocks, weights, taps))
-    return batches
-
-
 def train_step(
     setup: Setup,
     drafter: Any,
@@ -465,40 +409,26 @@ def train_step(
     *,
     horizon: int,
 ) -> dict[str, Any]:
-    """One optimizer step on the global batch; returns its line of metrics, equal on every rank.
-
-    The weighted sums of all micro-batches and ranks are divided by the global sum of weights, so
-    the update does not depend on how the batch is split.
-    """
-    began, args, world = time.monotonic(), setup.args, setup.world
-    batches = micro_batches(setup, ready, step)
-    total_weight, tokens, anchors = world.sum(
-        [
-            float(sum(batch.weights.sum() for batch in batches)),
-            sum(pack.num_tokens for pack in ready.packs),
-            float(sum(batch.blocks.keep.sum() for batch in batches)),
-        ]
+    """One optimizer step on the global batch; its line of metrics."""
+    began, args = time.monotonic(), setup.args
+    batches = micro_batches(
+        ready,
+        setup.config,
+        step=step,
+        seed=args.seed,
+        size=args.micro_batch,
+        num_anchors=setup.num_anchors,
+        gamma=args.gamma,
+        device=setup.world.device,
     )
-    waited_s, sums = 0.0, torch.zeros(1 + 2 * setup.config.block_size, dtype=torch.float64)
-    for index, batch in enumerate(batches):
-        drafter.set_requires_gradient_sync(index == len(batches) - 1)
-        asked = time.monotonic()
-        states = [future.result().hidden for future in batch.taps]
-        waited_s += time.monotonic() - asked
-        output = draft_blocks(
-            drafter,
-            setup.config,
-            setup.ends,
-            pack=batch.pack,
-            blocks=batch.blocks,
-            taps=padded_taps(batch.packs, states, setup.ends.embedding),
-            attention=args.attention,
-        )
-        loss = weighted_loss(
-            output, setup.ends.head, batch.blocks, batch.weights, chunk_slots=CHUNK_SLOTS
-        )
-        (loss.loss / max(total_weight, 1e-12)).backward()
-        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
+    sums = accumulate_gradients(
+        drafter,
+        setup.config,
+        setup.ends,
+        batches,
+        attention=args.attention,
+        world=setup.world,
+    )
     norm = nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRAD_NORM)
     rate = learning_rate(
         step, peak=args.learning_rate, warmup_ratio=args.warmup_ratio, horizon=horizon
@@ -507,20 +437,18 @@ def train_step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    loss_sum, *counts = world.sum(sums.tolist())
-    correct, supervised = sum(counts[: len(counts) // 2]), sum(counts[len(counts) // 2 :])
     step_s = time.monotonic() - began
     return {
         "step": step,
-        "loss": loss_sum / max(total_weight, 1e-12),
-        "slot_accuracy": correct / max(supervised, 1),
+        "loss": sums.loss,
+        "slot_accuracy": sums.correct / max(sums.supervised, 1),
         "grad_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         "learning_rate": rate,
-        "tokens": int(tokens),
-        "anchors": int(anchors),
+        "tokens": sums.tokens,
+        "anchors": sums.anchors,
         "step_s": step_s,
-        "data_wait_s": waited_s,
-        "tokens_per_s": tokens / step_s,
+        "data_wait_s": sums.data_wait_s,
+        "tokens_per_s": sums.tokens / step_s,
     }
 
 
@@ -529,15 +457,13 @@ def train_step(
 
 @dataclass
 class RunState:
-    """Where the run stands; `saved` and `evaluated` are the steps at which that was last done."""
+    """Where the run stands; `saved` and `evaluated` are the steps at which that was done last."""
 
     step: int
     cursor: Cursor
     horizon: int
     saved: int = -1
     evaluated: int = -1
-    first: Evaluation | None = None
-    last: Evaluation | None = None
 
 
 def find_resume(args: argparse.Namespace) -> Path | None:
@@ -603,11 +529,9 @@ def evaluate_now(
         num_anchors=setup.num_anchors,
         gamma=args.gamma,
         attention=args.attention,
-        chunk_slots=CHUNK_SLOTS,
         world=setup.world,
     )
     drafter.train()
-    state.first, state.last = state.first or result, result
     if journal is not None:
         log.info(
             f"step={state.step} eval_loss={result.loss:.4f} "
@@ -817,24 +741,24 @@ def previous_settings(args: argparse.Namespace, resumed: Path | None) -> dict[st
 
 def summary_rows(setup: Setup, state: RunState, parameters: int) -> list[tuple[str, Any]]:
     """What was trained, how well it drafts now, and where it lies."""
-    first, last = state.first, state.last
+    evaluations = [e for e in read_metrics(setup.args.output) if "eval_loss" in e]
+    before = next((e for e in evaluations if e["step"] == 0), None)
+    after = next((e for e in reversed(evaluations) if e["step"] > 0), None)
 
-    def before_after(attribute: str) -> str:
-        if first is None or last is None:
-            return "no held-out rows"
-        return (
-            f"{getattr(first, attribute):.3f} ({first.rows} rows) -> "
-            f"{getattr(last, attribute):.3f} ({last.rows} rows)"
-        )
+    def figure(entry: Mapping[str, Any] | None, key: str) -> str:
+        return "-" if entry is None else f"{entry[key]:.3f} ({entry['eval_rows']} rows)"
 
-    accuracy = " ".join(f"{value:.2f}" for value in last.slot_accuracy) if last else "-"
+    def before_after(key: str) -> str:
+        return f"{figure(before, key)} -> {figure(after, key)}"
+
+    accuracy = " ".join(f"{value:.2f}" for value in after["eval_slot_accuracy"]) if after else "-"
     return [
         ("target", setup.args.target),
         ("drafter parameters", run.format_count(parameters)),
         ("steps", f"{state.step:,}"),
-        ("held-out loss", before_after("loss")),
-        ("acceptance length, all anchors", before_after("acceptance_length")),
-        ("acceptance length, walked", before_after("walked_acceptance_length")),
+        ("held-out loss", before_after("eval_loss")),
+        ("acceptance length, all anchors", before_after("eval_acceptance_length")),
+        ("acceptance length, walked", before_after("eval_walked_acceptance_length")),
         ("accuracy of slots 1, 2, ...", accuracy),
         ("export", setup.args.output / "export"),
         ("curves", setup.args.output / "curves.png"),

@@ -124,8 +124,8 @@ def encode_row(row: Row, tokenizer: ChatTokenizer, settings: EncodeSettings) -> 
     """The ids and the mask of a row. Raises RowRejected with its reason."""
     no_reasoning = False
     if isinstance(row.completion, list):
-        prompt_ids = row.prompt if isinstance(row.prompt, list) else []
-        prompt, completion = list(prompt_ids), row.completion
+        prompt: list[Any] = list(row.prompt)  # token ids too, or nothing
+        completion = row.completion
     else:
         prompt_text, completion_text, no_reasoning = row_texts(row, tokenizer, settings)
         prompt, completion = tokenizer.encode(prompt_text), tokenizer.encode(completion_text)
@@ -181,7 +181,7 @@ def row_texts(
     if no_reasoning and settings.no_reasoning == "nonthinking":
         thinking = False
     preserve = row.preserve_thinking
-    options = {
+    options: dict[str, Any] = {
         "tools": row.tools,
         "thinking": thinking,
         "preserve_thinking": settings.preserve_thinking if preserve is None else preserve,

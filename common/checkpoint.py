@@ -104,7 +104,7 @@ def export(
     Every rank calls it; the main one writes. The weights are rounded to `dtype`.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if world.is_main:
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
         write_atomic(

@@ -308,9 +308,8 @@ class MLP(nn.Module):
 class DrafterLayer(nn.Module):
     """One layer: the context enters attention as it is, without this layer's input norm."""
 
-    def __init__(self, config: DrafterConfig, layer_type: str) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
-        self.layer_type = layer_type
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -332,7 +331,7 @@ class DrafterLayer(nn.Module):
         seen = self.self_attn.keys_values(context, context_table)
         if cache is not None:
             if cache:
-                seen = tuple(torch.cat(pair, dim=2) for pair in zip(cache, seen, strict=True))
+                seen = (torch.cat([cache[0], seen[0]], 2), torch.cat([cache[1], seen[1]], 2))
             cache[:] = seen
         x = x + self.self_attn(self.input_layernorm(x), block_table, seen, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -355,7 +354,7 @@ class Drafter(nn.Module):
         taps = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(taps, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DrafterLayer(config, kind) for kind in config.layer_types)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def reset_parameters(self, *, seed: int) -> None:
@@ -388,7 +387,7 @@ class Drafter(nn.Module):
         tables = (self._table(context_positions), self._table(block_positions))
         x = block_embeddings
         for index, layer in enumerate(self.layers):
-            mask = masks[layer.layer_type]
+            mask = masks[self.config.layer_types[index]]
             if cache is not None:
                 x = layer(x, context, tables, mask, cache.layers[index])
             elif self.checkpoint_layers and torch.is_grad_enabled():

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
 
 from common.batches import PackedRows
-from common.blocks import Blocks, Pack, decay_weights, layer_masks, legal_anchors, make_blocks
+from common.blocks import decay_weights, legal_anchors, make_blocks
 from common.dist import World
 from common.drafter import DrafterConfig
+from common.drafting import CHUNK_SLOTS, TargetEnds, draft_blocks, padded_taps, tensor_pack
 from common.loss import (
     acceptance_lengths,
     block_predictions,
@@ -38,77 +38,6 @@ class Evaluation:
     rows: int
 
 
-@dataclass(frozen=True)
-class TargetEnds:
-    """The target's frozen embedding and head, (V, H) each, in the drafter's compute dtype."""
-
-    embedding: torch.Tensor
-    head: torch.Tensor
-
-
-def tensor_pack(packs: Sequence[PackedRows], *, device: torch.device) -> Pack:
-    """Join packs into one row of their total length, documents numbered on."""
-    documents, first = [], 0
-    for pack in packs:
-        numbered = torch.from_numpy(pack.documents)
-        documents.append(torch.where(numbered >= 0, numbered + first, numbered))
-        first += len(pack.token_lists)
-    return Pack(
-        input_ids=_joined([pack.input_ids for pack in packs]).to(device),
-        loss_mask=_joined([pack.loss_mask for pack in packs]).to(device),
-        documents=torch.cat(documents).to(device),
-        positions=_joined([pack.positions for pack in packs]).to(device),
-    )
-
-
-def _joined(arrays: Sequence) -> torch.Tensor:
-    return torch.cat([torch.from_numpy(array) for array in arrays])
-
-
-def padded_taps(
-    packs: Sequence[PackedRows], hidden: Sequence[torch.Tensor], like: torch.Tensor
-) -> torch.Tensor:
-    """Lay hidden states (T, L*H) of each pack's documents over its S positions: (1, sum S, L*H).
-
-    Padding positions are zero. `like` gives the dtype and the device.
-    """
-    length = sum(len(pack.input_ids) for pack in packs)
-    taps = torch.zeros(1, length, hidden[0].shape[1], dtype=like.dtype, device=like.device)
-    start = 0
-    for pack, states in zip(packs, hidden, strict=True):
-        taps[0, start : start + pack.num_tokens] = states.to(like.device, like.dtype)
-        start += len(pack.input_ids)
-    return taps
-
-
-def draft_blocks(
-    drafter: nn.Module,
-    config: DrafterConfig,
-    ends: TargetEnds,
-    *,
-    pack: Pack,
-    blocks: Blocks,
-    taps: torch.Tensor,
-    attention: str,
-) -> torch.Tensor:
-    """Draft all blocks of a pack in one forward: the drafter's output (N*B, H)."""
-    masks = layer_masks(
-        pack,
-        blocks,
-        layer_types=config.layer_types,
-        sliding_window=config.sliding_window,
-        attention=attention,
-    )
-    output = drafter(
-        taps,
-        embedding(blocks.input_ids, ends.embedding)[None],
-        context_positions=pack.positions[None],
-        block_positions=blocks.positions[None],
-        masks=masks,
-    )
-    return output[0]
-
-
 @torch.no_grad()
 def evaluate(
     drafter: nn.Module,
@@ -121,7 +50,6 @@ def evaluate(
     num_anchors: int,
     gamma: float,
     attention: str,
-    chunk_slots: int,
     world: World,
 ) -> Evaluation:
     """Evaluate on `packs`; every rank calls it with the same packs and gets the same figures.
@@ -162,9 +90,9 @@ def evaluate(
         if not counted:
             continue
         weights = decay_weights(blocks, gamma=gamma)
-        loss = weighted_loss(output, ends.head, blocks, weights, chunk_slots=chunk_slots)
+        loss = weighted_loss(output, ends.head, blocks, weights, chunk_slots=CHUNK_SLOTS)
         sums += torch.cat([loss.loss[None], loss.weight[None], loss.correct, loss.supervised])
-        predictions = block_predictions(output, ends.head, chunk_slots=chunk_slots)
+        predictions = block_predictions(output, ends.head, chunk_slots=CHUNK_SLOTS)
         first = offsets[number] + start
         lengths[first : first + len(chosen)] = acceptance_lengths(predictions, blocks)[
             : len(chosen)

@@ -12,6 +12,7 @@ One row a completion; of a conversation the last assistant turn. Reasoning may s
 reasoning_content, reasoning, thinking or thought, or inline before </think>.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -205,7 +206,7 @@ def _completions(
     """A builder (row id -> Row) for each completion of the record. Raises RowRejected."""
     _refuse_failed(record)
     if "loss_mask" in record:
-        yield lambda row_id: _ready_ids(record, row_id)
+        yield functools.partial(_ready_ids, record)
         return
     answer = _answer(record)
     request = _request(record, prompts)
@@ -216,13 +217,13 @@ def _completions(
         for choice in choices:
             if not isinstance(choice, dict):
                 raise RowRejected("request_failed", "a choice is not an object")
-            yield lambda row_id, choice=choice: _from_choice(choice, record, request, row_id)
+            yield functools.partial(_from_choice, choice, record, request)
     elif "output_ids" in record or "meta_info" in record:
-        yield lambda row_id: _from_choice(record, record, request, row_id)
+        yield functools.partial(_from_choice, record, record, request)
     elif "messages" in record or "conversations" in record:
-        yield lambda row_id: _from_conversation(record, request, row_id)
+        yield functools.partial(_from_conversation, record, request)
     elif "prompt" in record and "completion" in record:
-        yield lambda row_id: _from_prompt(record, request, row_id)
+        yield functools.partial(_from_prompt, record, request)
     else:
         raise RowRejected("no_messages", f"no known layout in the keys {sorted(record)[:12]}")
 
@@ -260,7 +261,8 @@ def _request(record: dict[str, Any], prompts: PromptLookup | None) -> dict[str, 
         request |= prompts(record["custom_id"]) or {}
     for holder in (record.get("request"), record.get("body"), record):
         if isinstance(holder, dict):
-            request |= holder.get("body") if isinstance(holder.get("body"), dict) else {}
+            body = holder.get("body")
+            request |= body if isinstance(body, dict) else {}
             request |= {key: value for key, value in holder.items() if value is not None}
     return request
 
@@ -402,7 +404,7 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RowRejected("unsupported_content", f"a message is a {type(message).__name__}")
     content = message["value"] if "value" in message else message.get("content")
-    turn = {"role": _role(message), "content": _text(content)}
+    turn: dict[str, Any] = {"role": _role(message), "content": _text(content)}
     reasoning = next(
         (message[name] for name in REASONING_NAMES if message.get(name) is not None), None
     )

@@ -128,7 +128,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 class _UtcFormatter(logging.Formatter):
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
 
 def setup_logging(
@@ -331,7 +331,7 @@ def git_sha() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     result = subprocess.run(
-        ["git", "-C", str(folder), *arguments],
+        ["git", "--no-optional-locks", "-C", str(folder), *arguments],
         capture_output=True,
         text=True,
         check=True,

@@ -246,7 +246,7 @@ def closing_files(records: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
         "loss_mask": {"feature": {"dtype": "bool", "_type": "Value"}, "_type": "List"},
         "source": {"dtype": "string", "_type": "Value"},
     }
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": record["file"]} for record in records],
         "_fingerprint": fingerprint,
         "_format_columns": None,

@@ -107,7 +107,7 @@ class Target:
     """A causal language model of transformers, frozen, cut after its highest tapped layer."""
 
     def __init__(
-        self, model: nn.Module, *, name: str, layers: Sequence[int], final: bool, max_tokens: int
+        self, model: Any, *, name: str, layers: Sequence[int], final: bool, max_tokens: int
     ) -> None:
         """Wrap a loaded model. With `final` all layers run; else those above the taps are dropped.
 
@@ -144,7 +144,7 @@ class Target:
         """Load the text model of a folder or hub id. Raises UserError when that fails."""
         target_facts(path)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         except (OSError, ValueError) as error:
             raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error
         return cls(
@@ -225,7 +225,7 @@ class Target:
         self._check_documents(documents, final)
         lengths = [len(document) for document in documents]
         starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        options = {"dtype": self.dtype, "device": self.device}
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         hidden = torch.empty(starts[-1], len(self.layers) * self.hidden_size, **options)
         last = torch.empty(starts[-1], self.hidden_size, **options) if final else None
         for group in padding_groups(lengths, max_tokens=self._max_tokens):

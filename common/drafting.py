@@ -1,0 +1,217 @@
+"""From packs to a drafter's output, and a step's gradients: what training and evaluation share."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+
+from common.batches import PackedRows, seeded_generator
+from common.blocks import (
+    Blocks,
+    Pack,
+    decay_weights,
+    layer_masks,
+    legal_anchors,
+    make_blocks,
+    sample_anchors,
+)
+from common.dist import World
+from common.drafter import DrafterConfig
+from common.feed import ReadyStep
+from common.loss import weighted_loss
+from common.target import Taps
+
+CHUNK_SLOTS = 2048  # logits of this many slots exist at once: 1 GB in bf16 at 248,320 words
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The target's frozen embedding and head, (V, H) each, in the drafter's compute dtype."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+
+
+def tensor_pack(packs: Sequence[PackedRows], *, device: torch.device) -> Pack:
+    """Join packs into one row of their total length, documents numbered on."""
+    documents, first = [], 0
+    for pack in packs:
+        numbered = torch.from_numpy(pack.documents)
+        documents.append(torch.where(numbered >= 0, numbered + first, numbered))
+        first += len(pack.token_lists)
+    return Pack(
+        input_ids=_joined([pack.input_ids for pack in packs]).to(device),
+        loss_mask=_joined([pack.loss_mask for pack in packs]).to(device),
+        documents=torch.cat(documents).to(device),
+        positions=_joined([pack.positions for pack in packs]).to(device),
+    )
+
+
+def _joined(arrays: Sequence) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(array) for array in arrays])
+
+
+def padded_taps(
+    packs: Sequence[PackedRows], hidden: Sequence[torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """Lay hidden states (T, L*H) of each pack's documents over its S positions: (1, sum S, L*H).
+
+    Padding positions are zero. `like` gives the dtype and the device.
+    """
+    length = sum(len(pack.input_ids) for pack in packs)
+    taps = torch.zeros(1, length, hidden[0].shape[1], dtype=like.dtype, device=like.device)
+    start = 0
+    for pack, states in zip(packs, hidden, strict=True):
+        taps[0, start : start + pack.num_tokens] = states.to(like.device, like.dtype)
+        start += len(pack.input_ids)
+    return taps
+
+
+def draft_blocks(
+    drafter: nn.Module,
+    config: DrafterConfig,
+    ends: TargetEnds,
+    *,
+    pack: Pack,
+    blocks: Blocks,
+    taps: torch.Tensor,
+    attention: str,
+) -> torch.Tensor:
+    """Draft all blocks of a pack in one forward: the drafter's output (N*B, H)."""
+    masks = layer_masks(
+        pack,
+        blocks,
+        layer_types=config.layer_types,
+        sliding_window=config.sliding_window,
+        attention=attention,
+    )
+    output = drafter(
+        taps,
+        embedding(blocks.input_ids, ends.embedding)[None],
+        context_positions=pack.positions[None],
+        block_positions=blocks.positions[None],
+        masks=masks,
+    )
+    return output[0]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward needs, all of one fixed shape: packs joined into a row, and their blocks."""
+
+    packs: tuple[PackedRows, ...]
+    pack: Pack
+    blocks: Blocks
+    weights: torch.Tensor
+    taps: tuple[Future[Taps], ...]
+
+
+def micro_batches(
+    ready: ReadyStep,
+    config: DrafterConfig,
+    *,
+    step: int,
+    seed: int,
+    size: int,
+    num_anchors: int,
+    gamma: float,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Join a rank's packs into forwards of `size` packs and draw `num_anchors` anchors in each.
+
+    A pack's anchors depend on (seed, step, its index in the global batch) alone.
+    """
+    batches = []
+    for start in range(0, len(ready.packs), size):
+        packs = ready.packs[start : start + size]
+        anchors, keep, offset = [], [], 0
+        for number, rows in enumerate(packs, start=ready.first + start):
+            generator = torch.Generator().manual_seed(
+                int(seeded_generator("anchors", seed, step, number).integers(2**63))
+            )
+            legal = legal_anchors(tensor_pack([rows], device=torch.device("cpu")))
+            chosen, kept = sample_anchors(legal, num_anchors, generator=generator)
+            anchors.append(chosen + offset)
+            keep.append(kept)
+            offset += len(rows.input_ids)
+        pack = tensor_pack(packs, device=device)
+        blocks = make_blocks(
+            pack,
+            torch.cat(anchors).to(device),
+            torch.cat(keep).to(device),
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+        )
+        weights = decay_weights(blocks, gamma=gamma)
+        batches.append(MicroBatch(packs, pack, blocks, weights, ready.taps[start : start + size]))
+    return batches
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Figures of one step over all ranks; the loss is per unit of weight."""
+
+    loss: float
+    correct: float
+    supervised: float
+    tokens: int
+    anchors: int
+    data_wait_s: float  # this rank's
+
+
+def accumulate_gradients(
+    drafter: Any,
+    config: DrafterConfig,
+    ends: TargetEnds,
+    batches: Sequence[MicroBatch],
+    *,
+    attention: str,
+    world: World,
+) -> StepSums:
+    """Run forward and backward over a rank's micro-batches; gradients end up summed over ranks.
+
+    The weighted sums of all micro-batches and ranks are divided by the global sum of weights, known
+    before the first forward, so the update does not depend on how the global batch is split.
+    """
+    total_weight, tokens, anchors = world.sum(
+        [
+            float(sum(batch.weights.sum() for batch in batches)),
+            sum(pack.num_tokens for batch in batches for pack in batch.packs),
+            float(sum(batch.blocks.keep.sum() for batch in batches)),
+        ]
+    )
+    waited_s, sums = 0.0, torch.zeros(1 + 2 * config.block_size, dtype=torch.float64)
+    for index, batch in enumerate(batches):
+        drafter.set_requires_gradient_sync(index == len(batches) - 1)
+        asked = time.monotonic()
+        states = [future.result().hidden for future in batch.taps]
+        waited_s += time.monotonic() - asked
+        taps = padded_taps(batch.packs, states, ends.embedding)
+        output = draft_blocks(
+            drafter,
+            config,
+            ends,
+            pack=batch.pack,
+            blocks=batch.blocks,
+            taps=taps,
+            attention=attention,
+        )
+        loss = weighted_loss(
+            output, ends.head, batch.blocks, batch.weights, chunk_slots=CHUNK_SLOTS
+        )
+        (loss.loss / max(total_weight, 1e-12)).backward()
+        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
+    loss_sum, *counts = world.sum(sums.tolist())
+    return StepSums(
+        loss=loss_sum / max(total_weight, 1e-12),
+        correct=sum(counts[: config.block_size]),
+        supervised=sum(counts[config.block_size :]),
+        tokens=int(tokens),
+        anchors=int(anchors),
+        data_wait_s=waited_s,
+    )
