@@ -626,6 +626,7 @@ def train(
             evaluate_now(setup, drafter, state, log, journal)
         if state.step % args.save_every == 0:
             save_checkpoint(setup, drafter, optimizer, state, log, finished=False)
+    feed.close()
     if bar is not None:
         bar.close()
     cut_short = ready is not None or stop.signum is not None or failure is not None

@@ -161,7 +161,8 @@ class _Heartbeat:
         if size > 1:
             # A connection of its own: the main thread may sit in a blocking call on the other.
             self._store = store.clone()
-            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._thread.start()
 
     def next_round(self) -> int:
         self._round += 1
@@ -173,7 +174,10 @@ class _Heartbeat:
             self._store.set(f"left/{self._rank}", "1")
 
     def stop(self) -> None:
+        """End the thread; one that the interpreter's exit caught inside the store would abort."""
         self._stopped.set()
+        if self._size > 1:
+            self._thread.join()
 
     def _run(self) -> None:
         seen = {rank: (0, time.monotonic()) for rank in range(self._size) if rank != self._rank}

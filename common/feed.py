@@ -46,7 +46,9 @@ class StepFeed:
         self._ready: deque[ReadyStep] = deque()
         self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=depth)
         self._ended = False
-        threading.Thread(target=self._read, args=(steps,), name="shards", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(steps,), daemon=True)
+        self._thread.start()
 
     def next(self, stop: Callable[[], bool]) -> ReadyStep | None:
         """The next step; None at the end of the data or once `stop` says so. Raises failures."""
@@ -83,10 +85,25 @@ class StepFeed:
         )
         return nothing
 
+    def close(self) -> None:
+        """End the reading thread, once it is between two steps."""
+        self._closed.set()
+        self._thread.join(timeout=10.0)
+
     def _read(self, steps: Iterator[Step]) -> None:
         try:
             for step in steps:
-                self._queue.put(step)
-            self._queue.put(None)
+                if not self._put(step):
+                    return
+            self._put(None)
         except BaseException as error:  # handed to the main thread, which raises it
-            self._queue.put(error)
+            self._put(error)
+
+    def _put(self, item: Step | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -259,11 +259,14 @@ class ServedHiddenStates:
         self._down_since: dict[int, float] = {}
         self.description = self._first_description(on_wait)
         self._num_workers = STREAMS_PER_SERVER * len(self._addresses)
+        self._workers = []
         for number in range(self._num_workers):
             address = self._addresses[number % len(self._addresses)]
-            threading.Thread(
-                target=self._work, args=(number, address), name=f"hidden-{number}", daemon=True
-            ).start()
+            self._workers.append(
+                threading.Thread(target=self._work, args=(number, address), daemon=True)
+            )
+        for worker in self._workers:
+            worker.start()
 
     def submit(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Future[Taps]:
         request = _Request(documents, final, Future())
@@ -272,6 +275,8 @@ class ServedHiddenStates:
 
     def close(self) -> None:
         self._closed.set()
+        for worker in self._workers:
+            worker.join(timeout=10.0)  # a thread inside Arrow at the interpreter's exit would abort
 
     def _first_description(self, on_wait: Callable[[float], None] | None) -> Description:
         began = time.monotonic()
