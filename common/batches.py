@@ -1,9 +1,10 @@
 """Tokenized shards -> the packs of every training step, and the cursor that resumes them.
 
 A *pack* is one row of fixed length for the drafter: whole documents side by side, then padding. The
-packs of a shard are a pure function of (seed, epoch, plan, shard); the stream of packs runs on
-across shards and epochs and is cut into steps of `global_batch` packs. Nothing here depends on
-time or on the number of ranks, so (epoch, position, pack) is the whole state of the data.
+packs of a shard, and its steps of `global_batch` packs, are a pure function of (seed, epoch, plan,
+shard); the last step of a shard is filled up with empty packs, so training can start with whatever
+shard 0 holds. Nothing here depends on time or on the number of ranks, so (epoch, position, step) is
+the whole state of the data.
 """
 
 import bisect
@@ -20,11 +21,11 @@ PACK_MULTIPLE = 128  # flex attention works in blocks of 128 keys
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next pack to train on: epoch, position in that epoch's shard order, pack in the shard."""
+    """The next step to take: epoch, position in that epoch's shard order, step in the shard."""
 
     epoch: int = 0
     position: int = 0
-    pack: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def pack_rows(
     return [packs[index] for index in generator.permutation(len(packs))]
 
 
-def build_pack(shard: Shard | None, rows: Sequence[int], *, pack_length: int) -> PackedRows:
+def build_pack(shard: Shard, rows: Sequence[int], *, pack_length: int) -> PackedRows:
     """Lay rows of a shard side by side in one row of `pack_length` tokens; no rows: all padding."""
     input_ids = np.zeros(pack_length, dtype=np.int64)
     loss_mask = np.zeros(pack_length, dtype=bool)
@@ -108,7 +109,6 @@ def build_pack(shard: Shard | None, rows: Sequence[int], *, pack_length: int) ->
     token_lists = []
     start = 0
     for number, row in enumerate(rows):
-        assert shard is not None
         tokens = shard.input_ids(row)
         end = start + len(tokens)
         input_ids[start:end] = tokens
@@ -124,8 +124,7 @@ class StepStream:
     """The steps of a training run from a cursor on, the same on every rank.
 
     `open_shard(index)` returns a committed shard and may wait for it; `prefetch(index)` is told the
-    shard that comes after. Held-out rows (`is_held_out`) are never in a pack. The last step of the
-    last epoch is filled up with empty packs, so that every rank takes the same number of steps.
+    shard that comes after. Held-out rows (`is_held_out`) are never in a pack.
     """
 
     def __init__(
@@ -150,32 +149,27 @@ class StepStream:
 
     def steps(self, cursor: Cursor) -> Iterator[Step]:
         """Steps from `cursor` to the end of the last epoch."""
-        packs: list[PackedRows] = []
-        row_ids: list[tuple[str, ...]] = []
-        for shard, rows, after in self._packs(cursor):
-            packs.append(build_pack(shard, rows, pack_length=self._pack_length))
-            row_ids.append(tuple(shard.ids[row] for row in rows))
-            cursor = after
-            if len(packs) == self._global_batch:
-                yield Step(tuple(packs), tuple(row_ids), cursor)
-                packs, row_ids = [], []
-        if packs:
-            empty = self._global_batch - len(packs)
-            packs += [build_pack(None, [], pack_length=self._pack_length)] * empty
-            yield Step(tuple(packs), tuple(row_ids) + ((),) * empty, cursor)
-
-    def _packs(self, cursor: Cursor) -> Iterator[tuple[Shard, list[int], Cursor]]:
         for epoch in range(cursor.epoch, self._epochs):
             order = self._order(epoch)
-            start = cursor.position if epoch == cursor.epoch else 0
-            for position in range(start, len(order)):
+            for position in range(cursor.position if epoch == cursor.epoch else 0, len(order)):
                 shard = self._open_shard(order[position])
                 if position + 1 < len(order):
                     self._prefetch(order[position + 1])
-                first = cursor.pack if (epoch, position) == (cursor.epoch, cursor.position) else 0
+                here = (epoch, position) == (cursor.epoch, cursor.position)
                 packs = self._shard_packs(shard, epoch)
-                for index in range(first, len(packs)):
-                    yield shard, packs[index], Cursor(epoch, position, index + 1)
+                num_steps = -(-len(packs) // self._global_batch)
+                for step in range(cursor.step if here else 0, num_steps):
+                    first = step * self._global_batch
+                    rows = packs[first : first + self._global_batch]
+                    yield self._step(shard, rows, Cursor(epoch, position, step + 1))
+
+    def _step(self, shard: Shard, rows: list[list[int]], after: Cursor) -> Step:
+        rows = rows + [[]] * (self._global_batch - len(rows))
+        return Step(
+            packs=tuple(build_pack(shard, pack, pack_length=self._pack_length) for pack in rows),
+            row_ids=tuple(tuple(shard.ids[row] for row in pack) for pack in rows),
+            after=after,
+        )
 
     def _order(self, epoch: int) -> list[int]:
         return shard_order(

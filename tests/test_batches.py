@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from common.shards import is_held_out
 
 from common.batches import (
     Cursor,
@@ -16,6 +15,7 @@ from common.batches import (
     seeded_generator,
     shard_order,
 )
+from common.shards import is_held_out
 
 
 @dataclass
@@ -89,10 +89,12 @@ def test_resuming_at_any_cursor_gives_the_same_remaining_steps():
         assert [step.row_ids for step in rest] == [step.row_ids for step in steps[done + 1 :]]
 
 
-def test_the_last_step_is_filled_with_empty_packs():
+def test_the_last_step_of_a_shard_is_filled_with_empty_packs():
     shards = make_shards(1, 5)
     steps = list(make_stream(shards, epochs=1, global_batch=64).steps(Cursor()))
     assert len(steps) == 1 and len(steps[0].packs) == 64
+    two = list(make_stream(make_shards(2, 5), epochs=1, global_batch=64).steps(Cursor()))
+    assert [len(rows_of([step])) > 0 for step in two] == [True, True]
     assert steps[0].packs[-1].token_lists == ()
     assert (steps[0].packs[-1].documents == -1).all()
 

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The chain of the three stages on one machine: training starts when the first shard is committed.
+# Set the variables here, or in the environment. With HIDDEN_STATES=colocated no server is started.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+INPUT=${INPUT:-s3://bucket/completions/}          # JSONL completions of the target
+DATA=${DATA:-s3://bucket/tokens/}                 # tokenized shards
+TARGET=${TARGET:-./Qwen3.6-27B}                   # the target's folder
+RUN=${RUN:-runs/drafter}                          # checkpoints, metrics and the export
+LISTEN=${LISTEN:-127.0.0.1:8815}                  # where stage 2 serves hidden states
+HIDDEN_STATES=${HIDDEN_STATES:-$LISTEN}           # or colocated
+TRAINERS=${TRAINERS:-1}                           # training processes, one a GPU
+PYTHON=${PYTHON:-python3}
+TOKENIZE_FLAGS=${TOKENIZE_FLAGS:-}
+EXTRACT_FLAGS=${EXTRACT_FLAGS:-}
+TRAIN_FLAGS=${TRAIN_FLAGS:-}
+
+started=()
+trap 'for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done; wait || true' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+if [ "$HIDDEN_STATES" != colocated ]; then
+    "$PYTHON" extract_hidden_online.py --target "$TARGET" --listen "$LISTEN" $EXTRACT_FLAGS &
+    started+=($!)
+fi
+
+# torchrun's own list of signals has SIGHUP in it, which would end the run with the SSH connection
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$TRAINERS" \
+    --signals-to-handle SIGTERM,SIGINT train_dflash_online.py --data "$DATA" --target "$TARGET" \
+    --output "$RUN" --hidden-states "$HIDDEN_STATES" $TRAIN_FLAGS &
+trainer=$!
+started+=("$trainer")
+
+"$PYTHON" tokenize_completions.py --input "$INPUT" --output "$DATA" --tokenizer "$TARGET" $TOKENIZE_FLAGS
+
+wait "$trainer"
