@@ -75,6 +75,7 @@ FREE_FLAGS = frozenset(
         "prefetch",
         "resume",
         "save_every",
+        "server_timeout",
         "shard_timeout",
         "target",
         "tls_root_certs",
@@ -102,6 +103,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--layers", type=run.int_list, help="tapped layers [five, evenly spread]")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     group.add_argument("--prefetch", type=run.positive_int, default=4, help="steps asked ahead")
+    group.add_argument(
+        "--server-timeout", type=run.positive_float, default=300.0, help="seconds to wait for one"
+    )
     group.add_argument("--token-file", type=Path, help="the servers' shared secret")
     group.add_argument("--tls-root-certs", type=Path, help="PEM file to trust servers by")
     group = parser.add_argument_group("drafter")
@@ -268,7 +272,9 @@ def _round_up(length: int) -> int:
     return -(-length // PACK_MULTIPLE) * PACK_MULTIPLE
 
 
-def open_hidden_states(args: argparse.Namespace, device: torch.device) -> HiddenStates:
+def open_hidden_states(
+    args: argparse.Namespace, device: torch.device, log: Any, stop: StopRequest
+) -> HiddenStates:
     """Connect to the servers, or load the target beside the drafter."""
     if args.hidden_states == "colocated":
         target = Target.load(
@@ -284,6 +290,8 @@ def open_hidden_states(args: argparse.Namespace, device: torch.device) -> Hidden
         args.hidden_states.split(","),
         token=token,
         tls_root_certs=certificates,
+        connect_timeout_s=args.server_timeout,
+        on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
     )
 
 
@@ -695,17 +703,20 @@ def prepare(args: argparse.Namespace, world: dist.World, log: Any, stop: StopReq
         args.layers = default_target_layers(target_facts(args.target).num_layers)
     dataset = open_dataset(args, log, stop)
     config = drafter_config(args, dataset.plan.settings["mask_token_id"])
-    hidden_states = open_hidden_states(args, world.device)
+    hidden_states = open_hidden_states(args, world.device, log, stop)
     check_parts(args, hidden_states, dataset.plan)
-    embedding, head = read_embedding_and_head(
-        args.target, dtype=getattr(torch, args.dtype), device=world.device
-    )
+    if isinstance(hidden_states, ColocatedHiddenStates):
+        target = hidden_states.target
+        ends = TargetEnds(target.embedding, target.head)
+    else:
+        dtype = getattr(torch, args.dtype)
+        ends = TargetEnds(*read_embedding_and_head(args.target, dtype=dtype, device=world.device))
     return Setup(
         args=args,
         world=world,
         dataset=dataset,
         hidden_states=hidden_states,
-        ends=TargetEnds(embedding, head),
+        ends=ends,
         config=config,
         num_anchors=int(args.anchor_ratio * args.pack_length),
         settings=run_settings(args, hidden_states.description, config, dataset.plan),

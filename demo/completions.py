@@ -52,7 +52,7 @@ def write_completions(target: Path, folder: Path, log: Any) -> int:
 
 def answer_tasks(
     target: Path, chosen: list[Task], log: Any
-) -> Iterator[tuple[Task, str, str, str | None]]:
+) -> Iterator[tuple[Task, str, str, str]]:
     """(task, thought, answer, finish reason) in order; prompts of one length share a batch."""
     chat = ChatTokenizer.load(str(target))
     model: Any = AutoModelForCausalLM.from_pretrained(target)

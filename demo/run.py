@@ -32,12 +32,12 @@ WORK = ROOT / ".demo"
 BUCKET = "demo"
 NUM_SHARDS = 8
 TOKENIZE_FLAGS = (
-    f"--num-shards {NUM_SHARDS} --max-length 512 --min-loss-tokens 4 --mask-token {MASK_TOKEN}"
+    f"--num-shards {NUM_SHARDS} --max-length 256 --min-loss-tokens 4 --mask-token {MASK_TOKEN}"
 )
 EXTRACT_FLAGS = "--layers 0,1,2"
 TRAIN_FLAGS = (
-    "--layers 0,1,2 --draft-layers 1 --block-size 8 --sliding-window 0 --gamma 4 "
-    "--pack-length 512 --global-batch 4 --anchor-ratio 0.2 --learning-rate 2e-3 --epochs 100 "
+    "--layers 0,1,2 --draft-layers 2 --block-size 8 --sliding-window 0 --gamma 4 "
+    "--pack-length 256 --global-batch 8 --anchor-ratio 0.2 --learning-rate 4e-3 --epochs 100 "
     "--max-steps 250 --eval-fraction 0.1 --eval-rows 48 --eval-every 50 --save-every 100 "
     "--log-every 25"
 )

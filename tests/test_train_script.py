@@ -1,0 +1,277 @@
+"""train_dflash_online.py: equal on any split, resumed to the bit, served as colocated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.drafter import Drafter, DrafterConfig
+from tests.servers import free_port
+from tests.test_extract_script import serving
+from tests.tiny_run import (
+    ENVIRONMENT,
+    TRAINER,
+    comparable,
+    make_inputs,
+    make_target,
+    tokenize,
+    train,
+    training_command,
+)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    root = tmp_path_factory.mktemp("training")
+    target = make_target(root / "target")
+    data = tokenize(make_inputs(root / "in"), root / "data", target)
+    return root, data, target
+
+
+@pytest.fixture(scope="module")
+def calm_run(parts):
+    """An undisturbed run of 9 steps with a checkpoint every 3."""
+    root, data, target = parts
+    result = train(data, target, root / "calm", "--max-steps", "9", "--save-every", "3")
+    assert result.returncode == 0, result.stderr
+    return root / "calm", result
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert comparable(one) == comparable(other)
+    for name in ("model.safetensors", "config.json"):
+        assert (one / "export" / name).read_bytes() == (other / "export" / name).read_bytes()
+
+
+def test_a_run_leaves_what_the_readme_says(calm_run):
+    output, result = calm_run
+    metrics = comparable(output)
+    assert [entry["step"] for entry in metrics if "loss" in entry] == list(range(1, 10))
+    assert all(entry["anchors"] > 0 and entry["tokens"] > 0 for entry in metrics if "loss" in entry)
+    (evaluation,) = [entry for entry in metrics if entry.get("eval_loss") and entry["step"] == 9]
+    assert 1 <= evaluation["eval_walked_acceptance_length"] <= 8
+    assert len(evaluation["eval_slot_accuracy"]) == 7
+    facts = json.loads((output / "run.json").read_bytes())
+    assert facts["counts"] == {"finished": True, "step": 9}
+    assert (output / "checkpoints/latest").read_text() == "step-00000009\n"
+    assert (output / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((output / "tensorboard").iterdir())
+    for text in ("acceptance length, walked", "steps", "export"):
+        assert text in result.stdout
+    assert "INFO train: step=1/9 loss=" in result.stderr
+
+
+def test_the_export_has_the_engines_names_and_loads_back(calm_run):
+    output, _ = calm_run
+    config = DrafterConfig.from_json(json.loads((output / "export/config.json").read_bytes()))
+    drafter = Drafter(config)
+    tensors = load_file(output / "export/model.safetensors")
+    assert set(tensors) == {name for name, _ in drafter.named_parameters()}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    drafter.load_state_dict(tensors)
+
+
+def test_a_killed_run_resumes_to_the_bit(parts, calm_run, tmp_path):
+    _, data, target = parts
+    flags = ("--max-steps", "9", "--save-every", "3")
+    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run", *flags)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    wait_for(tmp_path / "run/checkpoints/step-00000003")
+    process.kill()
+    process.wait()
+    resumed = train(data, target, tmp_path / "run", *flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed=" in resumed.stderr and "step-0000000" in resumed.stderr
+    assert_same_run(tmp_path / "run", calm_run[0])
+    again = train(data, target, tmp_path / "run", *flags)
+    assert again.returncode == 0 and "nothing to do" in again.stderr
+    assert_same_run(tmp_path / "run", calm_run[0])
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_run_saves_its_step_and_resumes_to_the_bit(
+    parts, calm_run, tmp_path, signum, code
+):
+    _, data, target = parts
+    flags = ("--max-steps", "9", "--save-every", "1000")
+    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run", *flags)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if " step=4/9 " in line:
+            process.send_signal(signal.SIGHUP)  # a dropped connection must change nothing
+            process.send_signal(signum)
+            break
+    process.stderr.read()
+    assert process.wait(timeout=60) == code
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
+    resumed = train(data, target, tmp_path / "run", *flags[:2])
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(tmp_path / "run", calm_run[0])
+
+
+def test_the_newest_whole_checkpoint_counts(parts, calm_run, tmp_path):
+    _, data, target = parts
+    flags = ("--max-steps", "9", "--save-every", "3")
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(calm_run[0]), str(run)], check=True)
+    (run / "checkpoints/step-00000009/.metadata").unlink()  # as a kill while saving would
+    (run / "checkpoints/latest").unlink()
+    resumed = train(data, target, run, *flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step=6 " in resumed.stderr and "step-00000006" in resumed.stderr
+    assert_same_run(run, calm_run[0])
+
+
+def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
+    _, data, target = parts
+    flags = ("--max-steps", "9", "--save-every", "3")
+    with serving(str(target)) as server:
+        address = server.stdout.readline().strip()
+        result = train(data, target, tmp_path / "run", *flags, "--hidden-states", address)
+        assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "run", calm_run[0])
+
+
+@pytest.mark.parametrize("split", ["1 rank x 4 packs", "2 ranks x 1 pack", "2 ranks x 2 packs"])
+def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run, tmp_path, split):
+    _, data, target = parts
+    ranks = 0 if split.startswith("1") else 2
+    result = train(
+        data, target, tmp_path / "run", "--max-steps", "9", "--micro-batch", split.split()[3],
+        ranks=ranks,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for one, other in zip(comparable(calm_run[0]), comparable(tmp_path / "run"), strict=True):
+        for key, value in one.items():
+            assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, one["step"])
+    first = [entry for entry in comparable(tmp_path / "run") if "loss" in entry][0]
+    want = [entry for entry in comparable(calm_run[0]) if "loss" in entry][0]
+    assert first["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+def test_two_ranks_resume_on_one(parts, calm_run, tmp_path):
+    _, data, target = parts
+    flags = ("--max-steps", "9", "--save-every", "3")
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(calm_run[0]), str(run)], check=True)
+    subprocess.run(["rm", "-r", str(run / "checkpoints/step-00000009")], check=True)
+    assert train(data, target, run, *flags, ranks=2).returncode == 0
+    for one, other in zip(comparable(calm_run[0]), comparable(run), strict=True):
+        for key, value in one.items():
+            assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, one["step"])
+
+
+def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, calm_run, tmp_path):
+    root, _, target = parts
+    command = [
+        sys.executable, TRAINER,
+        *training_command(tmp_path / "data", target, tmp_path / "run", "--max-steps", "9",
+                          "--save-every", "3"),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    seen = []
+
+    def tokenize_shards(part: str) -> None:
+        tokenize(root / "in", tmp_path / "data", target, "--shards", part)
+
+    for line in process.stderr:
+        seen.append(line)
+        if "waiting for='plan.json'" in line:
+            threading.Thread(target=tokenize_shards, args=("0:1",)).start()
+        if " step=1/9 " in line:  # the others appear only because shard 0 was trained on
+            threading.Thread(target=tokenize_shards, args=("1:3",)).start()
+    assert process.wait(timeout=60) == 0, "".join(seen)
+    assert any("waiting for='shard 1'" in text for text in seen)
+    assert_same_run(tmp_path / "run", calm_run[0])
+
+
+def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path):
+    _, data, target = parts
+    for flags in (
+        ("--seed", "1"),
+        ("--anchor-ratio", "0.3"),
+        ("--eval-rows", "9"),
+        ("--learning-rate", "1e-3"),
+    ):
+        before = sorted(path.name for path in calm_run[0].rglob("*"))
+        refused = train(data, target, calm_run[0], "--max-steps", "9", *flags)
+        name = flags[0].removeprefix("--").replace("-", "_")
+        assert refused.returncode == 1 and f"{name}: " in refused.stderr, refused.stderr
+        assert "--allow-change" in refused.stderr and "Traceback" not in refused.stderr
+        assert sorted(path.name for path in calm_run[0].rglob("*")) == before
+    allowed = train(data, target, calm_run[0], "--max-steps", "9", "--eval-rows", "9",
+                    "--allow-change", "eval-rows")  # fmt: skip
+    assert allowed.returncode == 0 and "nothing to do" in allowed.stderr
+    never = train(data, target, calm_run[0], "--max-steps", "9", "--resume", "never")
+    assert never.returncode == 1 and "--resume never" in never.stderr
+
+
+def test_mistakes_are_one_or_two_lines(parts, tmp_path):
+    root, data, target = parts
+    dead = f"127.0.0.1:{free_port()}"
+    (tmp_path / "void").mkdir()
+    none = tokenize(root / "in", tmp_path / "none", target, "--mask-token", "none")
+    cases = [
+        (data, target, ("--output", "s3://bucket/run"), 2, "--output"),
+        (data, target, ("--pack-length", "300"), 2, "--pack-length"),
+        (data, target, ("--block-size", "1"), 2, "--block-size"),
+        (data, target, ("--attention", "flex"), 2, "--attention"),
+        (data, target, ("--global-batch", "3", "--micro-batch", "2"), 2, "--global-batch"),
+        (data, target, ("--pack-length", "128"), 1, "--pack-length"),
+        (data, target, ("--layers", "0,3"), 1, "--layers"),
+        (data, target, ("--resume", str(tmp_path / "void")), 1, "--resume"),
+        (data, target, ("--draft-config", str(tmp_path / "void/x")), 1, "--draft-config"),
+        (data, tmp_path / "void", (), 1, "--target"),
+        (none, target, (), 1, "--mask-token"),
+        (tmp_path / "void", target, ("--shard-timeout", "0.1"), 1, "plan.json"),
+        (data, target, ("--hidden-states", dead, "--server-timeout", "1"), 1, dead),
+        ("s3://nowhere", target, ("--endpoint-url", f"http://{dead}"), 1, "--endpoint-url"),
+    ]
+    for number, (data_, target_, flags, code, message) in enumerate(cases):
+        result = train(data_, target_, tmp_path / f"run{number}", *flags)
+        assert result.returncode == code, (flags, result.stderr)
+        assert "Traceback" not in result.stderr, (flags, result.stderr)
+        assert message in "\n".join(result.stderr.strip().splitlines()[-2:]), (flags, result.stderr)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_the_others_with_its_number(parts, tmp_path):
+    _, data, target = parts
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *(TRAINER, *training_command(data, target, tmp_path / "run", "--epochs", "1000")),
+    ]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if " step=5/" in line:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = {int(environment_of(child)["RANK"]): int(child) for child in children}
+            os.kill(ranks[1], signal.SIGSTOP)
+            break
+    began = time.monotonic()
+    rest = process.stderr.read()
+    process.wait(timeout=90)
+    assert time.monotonic() - began < 75
+    assert "rank 1 gave no sign of life" in rest
+
+
+def environment_of(pid: str) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)

@@ -1,0 +1,80 @@
+"""A small tokenized dataset, a tiny target, and the trainer's command line for them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from common.journal import read_metrics
+from demo import tokenizer as demo_tokenizer
+from tests.tiny_models import tiny_target
+
+ROOT = Path(__file__).parent.parent
+TRAINER = str(ROOT / "train_dflash_online.py")
+# fmt: off
+FLAGS = (
+    "--layers", "0,1,2", "--draft-layers", "2", "--block-size", "8", "--sliding-window", "16",
+    "--pack-length", "256", "--global-batch", "4", "--anchor-ratio", "0.2", "--gamma", "4",
+    "--learning-rate", "2e-3", "--eval-fraction", "0.1", "--eval-rows", "8",
+    "--shard-timeout", "60", "--save-every", "1000", "--log-every", "1",
+)
+# fmt: on
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def make_inputs(folder: Path, *, files: int = 4, rows: int = 30) -> Path:
+    """JSONL files of countings, whose every next token follows from the ones before."""
+    folder.mkdir()
+    for number in range(files):
+        lines = []
+        for row in range(number * rows, (number + 1) * rows):
+            numbers = " ".join(str(row % 7 + step) for step in range(8 + row % 9))
+            turn = {"role": "assistant", "reasoning": "go on", "content": numbers}
+            messages = [{"role": "user", "content": f"count from {row % 7}"}, turn]
+            lines.append(json.dumps({"id": f"row-{row}", "messages": messages}))
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def make_target(folder: Path) -> Path:
+    tiny_target(folder)
+    demo_tokenizer.build(folder)
+    return folder
+
+
+def tokenize(inputs: Path, output: Path, tokenizer: Path, *flags: str) -> Path:
+    command = [
+        *(sys.executable, str(ROOT / "tokenize_completions.py"), "--input", str(inputs)),
+        *("--output", str(output), "--tokenizer", str(tokenizer), "--num-shards", "3"),
+        *("--max-length", "256", "--min-loss-tokens", "4", *flags),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return output
+
+
+def training_command(data: Path | str, target: Path, output: Path, *flags: str) -> list[str]:
+    return [
+        *("--data", str(data), "--target", str(target), "--output", str(output)),
+        *(*FLAGS, *flags),
+    ]
+
+
+def train(
+    data: Path | str, target: Path, output: Path, *flags: str, ranks: int = 0
+) -> subprocess.CompletedProcess:
+    """Run the trainer to its end: by itself, or under torchrun on `ranks` ranks."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher += ["--signals-to-handle", "SIGTERM,SIGINT"]
+    command = [*launcher, TRAINER, *training_command(data, target, output, *flags)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+
+
+def comparable(output: Path) -> list[dict]:
+    """A run's metrics without what may differ between equal runs."""
+    return [
+        {k: v for k, v in entry.items() if k != "time" and not k.endswith(("_s", "_per_s"))}
+        for entry in read_metrics(output)
+    ]
