@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import train_dflash_online
 from common.drafter import Drafter, DrafterConfig
+from common.run import UserError
 from tests.servers import free_port
 from tests.test_extract_script import serving
 from tests.tiny_run import (
@@ -197,18 +199,19 @@ def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, ca
 
 def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path):
     _, data, target = parts
-    for flags in (
+    before = sorted(path.name for path in calm_run[0].rglob("*"))
+    for flag, value in (
         ("--seed", "1"),
         ("--anchor-ratio", "0.3"),
         ("--eval-rows", "9"),
         ("--learning-rate", "1e-3"),
     ):
-        before = sorted(path.name for path in calm_run[0].rglob("*"))
-        refused = train(data, target, calm_run[0], "--max-steps", "9", *flags)
-        name = flags[0].removeprefix("--").replace("-", "_")
-        assert refused.returncode == 1 and f"{name}: " in refused.stderr, refused.stderr
-        assert "--allow-change" in refused.stderr and "Traceback" not in refused.stderr
-        assert sorted(path.name for path in calm_run[0].rglob("*")) == before
+        name = flag.removeprefix("--").replace("-", "_")
+        command = training_command(data, target, calm_run[0], "--max-steps", "9", flag, value)
+        with pytest.raises(UserError, match=f"{name}: .* -> .*") as refused:
+            train_dflash_online.main(command)
+        assert "--allow-change" in str(refused.value)
+    assert sorted(path.name for path in calm_run[0].rglob("*")) == before
     allowed = train(data, target, calm_run[0], "--max-steps", "9", "--eval-rows", "9",
                     "--allow-change", "eval-rows")  # fmt: skip
     assert allowed.returncode == 0 and "nothing to do" in allowed.stderr
@@ -216,7 +219,7 @@ def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path
     assert never.returncode == 1 and "--resume never" in never.stderr
 
 
-def test_mistakes_are_one_or_two_lines(parts, tmp_path):
+def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
     root, data, target = parts
     dead = f"127.0.0.1:{free_port()}"
     (tmp_path / "void").mkdir()
@@ -235,13 +238,22 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path):
         (none, target, (), 1, "--mask-token"),
         (tmp_path / "void", target, ("--shard-timeout", "0.1"), 1, "plan.json"),
         (data, target, ("--hidden-states", dead, "--server-timeout", "1"), 1, dead),
-        ("s3://nowhere", target, ("--endpoint-url", f"http://{dead}"), 1, "--endpoint-url"),
+        ("s3://x/y", target, ("--endpoint-url", f"http://{dead}"), 1, "--endpoint-url"),
     ]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
     for number, (data_, target_, flags, code, message) in enumerate(cases):
-        result = train(data_, target_, tmp_path / f"run{number}", *flags)
-        assert result.returncode == code, (flags, result.stderr)
-        assert "Traceback" not in result.stderr, (flags, result.stderr)
-        assert message in "\n".join(result.stderr.strip().splitlines()[-2:]), (flags, result.stderr)
+        command = training_command(data_, target_, tmp_path / f"run{number}", *flags)
+        with pytest.raises((UserError, SystemExit)) as caught:
+            train_dflash_online.main(command)
+        error = caught.value
+        found = error.exit_code if isinstance(error, UserError) else error.code
+        text = str(error) if isinstance(error, UserError) else capsys.readouterr().err
+        assert found == code, (flags, text)
+        assert message in text.splitlines()[-1] and len(str(error).splitlines()) <= 2, (flags, text)
+    result = train(tmp_path / "void", target, tmp_path / "run", "--shard-timeout", "0.1")
+    assert result.returncode == 1
+    assert "plan.json did not appear" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
