@@ -363,24 +363,26 @@ def run_settings(args: argparse.Namespace, have: Any, config: DrafterConfig, pla
     return json.loads(run.json_bytes(chosen))
 
 
-def build_drafter(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_drafter(
+    config: DrafterConfig, args: argparse.Namespace, world: dist.World
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The drafter with fresh float32 weights, sharded over all ranks, and its AdamW."""
-    drafter = Drafter(setup.config)
-    drafter.reset_parameters(seed=setup.args.seed)
-    drafter.to(setup.world.device)
+    drafter = Drafter(config)
+    drafter.reset_parameters(seed=args.seed)
+    drafter.to(world.device)
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, setup.args.dtype), reduce_dtype=torch.float32
+        param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
     )
     for module in (*drafter.layers, drafter):
-        fully_shard(module, mesh=setup.world.mesh, mp_policy=policy)
+        fully_shard(module, mesh=world.mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # gradients add up over ranks, as the loss does
         module.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(
         drafter.parameters(),
-        lr=setup.args.learning_rate,
+        lr=args.learning_rate,
         betas=ADAM_BETAS,
         weight_decay=0.0,
-        fused=setup.world.device.type == "cuda",
+        fused=world.device.type == "cuda",
     )
     return drafter, optimizer
 
@@ -816,7 +818,7 @@ def run_training(
     if resumed is not None and checkpoint.read_state(resumed)["finished"]:
         log.info(f"nothing to do: {resumed} is the end of this run")
         return 0
-    drafter, optimizer = build_drafter(setup)
+    drafter, optimizer = build_drafter(setup.config, args, world)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     state = restore(setup, drafter, optimizer, resumed)
     journal = None

@@ -26,6 +26,17 @@ class ReadyStep:
     taps: tuple[Future[Taps], ...]
 
 
+def ask(hidden_states: HiddenStates, pack: PackedRows) -> Future[Taps]:
+    """Ask for a pack's hidden states; an empty pack has none and asks nobody."""
+    if pack.token_lists:
+        return hidden_states.submit(pack.token_lists)
+    have = hidden_states.description
+    nothing: Future[Taps] = Future()
+    width = len(have.layers) * have.hidden_size
+    nothing.set_result(Taps(torch.zeros(0, width, dtype=torch.bfloat16), None))
+    return nothing
+
+
 class StepFeed:
     """Reads shards in a thread of its own and asks for hidden states some steps ahead.
 
@@ -72,18 +83,8 @@ class StepFeed:
             self._ended = True
             return
         packs = item.packs[self._first : self._first + self._share]
-        taps = tuple(self._ask(pack) for pack in packs)
+        taps = tuple(ask(self._hidden_states, pack) for pack in packs)
         self._ready.append(ReadyStep(item, self._first, packs, taps))
-
-    def _ask(self, pack: PackedRows) -> Future[Taps]:
-        if pack.token_lists:
-            return self._hidden_states.submit(pack.token_lists)
-        have = self._hidden_states.description
-        nothing: Future[Taps] = Future()
-        nothing.set_result(
-            Taps(torch.zeros(0, len(have.layers) * have.hidden_size, dtype=torch.bfloat16), None)
-        )
-        return nothing
 
     def close(self) -> None:
         """End the reading thread, once it is between two steps."""

@@ -161,7 +161,30 @@ def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run,
     assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
 
 
-def test_two_ranks_resume_on_one(parts, calm_run, tmp_path):
+def test_gradients_are_equal_on_any_split(parts, tmp_path):
+    """Two ranks on gloo, or other micro-batches: the same loss and gradients to 1e-5."""
+    _, _, target = parts
+    program = [str(Path(__file__).parent / "gradients.py"), str(target)]
+    found = {}
+    for ranks, micro_batch in ((1, 1), (1, 4), (2, 1), (2, 2)):
+        output = tmp_path / f"{ranks}x{micro_batch}.safetensors"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        subprocess.run(
+            [sys.executable, *launcher, *program, str(micro_batch), str(output)],
+            env={**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent.parent)},
+            check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+        found[ranks, micro_batch] = load_file(output)
+    want = found.pop((1, 1))
+    assert float(want["loss"]) > 1 and all(g.abs().max() > 0 for g in want.values())
+    for split, tensors in found.items():
+        for name, tensor in want.items():
+            torch.testing.assert_close(
+                tensors[name], tensor, atol=1e-5, rtol=1e-5, msg=f"{split} {name}"
+            )
+
+
+def test_one_ranks_checkpoint_resumes_on_two(parts, calm_run, tmp_path):
     _, data, target = parts
     flags = ("--max-steps", "9", "--save-every", "3")
     run = tmp_path / "run"
