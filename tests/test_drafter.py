@@ -180,7 +180,7 @@ def test_the_seed_decides_the_fresh_weights():
     other.reset_parameters(seed=1)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.fc.weight, other.fc.weight)
-    assert float(one.fc.weight.std()) == pytest.approx(0.02, rel=0.02)
+    assert one.fc.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert torch.equal(one.norm.weight, torch.ones(256))
 
 

@@ -84,7 +84,7 @@ def test_a_batch_without_supervision_gives_zero_and_finite_gradients(parts):
     hidden = hidden.requires_grad_()
     sums = weighted_loss(hidden, head, nothing, decay_weights(nothing, gamma=2.0), chunk_slots=1000)
     sums.loss.backward()
-    assert float(sums.loss) == 0 and float(sums.weight) == 0
+    assert sums.loss.item() == 0 and sums.weight.item() == 0
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
 
 
