@@ -16,7 +16,6 @@ Exit codes: 0 done, 1 failed, 2 usage, 143 after SIGTERM, 130 after Ctrl-C.
 import argparse
 import ipaddress
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -170,12 +169,13 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise run.UserError(f"--listen {args.listen}: cannot bind there ({reason})") from error
-    log.info(f"serving {hidden_states.description.to_json().decode()}")
-    print(f"{args.host}:{server.port}", flush=True)
     try:
-        # Flight's own wait cannot be interrupted by a Python signal handler
+        log.info(f"serving {hidden_states.description.to_json().decode()}")
+        print(f"{args.host}:{server.port}", flush=True)
+        # Flight's own wait does not wake for Python's signal handlers, and signal.pause() may miss
+        # a signal that comes just before it
         while True:
-            signal.pause()
+            time.sleep(0.2)
     finally:
         server.shutdown()
         run.print_table(

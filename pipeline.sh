@@ -20,13 +20,14 @@ started=()
 trap 'for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done; wait || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap '' HUP  # a dropped SSH connection ends nothing
 
 if [ "$HIDDEN_STATES" != colocated ]; then
     "$PYTHON" extract_hidden_online.py --target "$TARGET" --listen "$LISTEN" $EXTRACT_FLAGS &
     started+=($!)
 fi
 
-# torchrun's own list of signals has SIGHUP in it, which would end the run with the SSH connection
+# torchrun would handle SIGHUP by itself, and end the run with the SSH connection
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$TRAINERS" \
     --signals-to-handle SIGTERM,SIGINT train_dflash_online.py --data "$DATA" --target "$TARGET" \
     --output "$RUN" --hidden-states "$HIDDEN_STATES" $TRAIN_FLAGS &

@@ -17,11 +17,13 @@ Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import math
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,8 +155,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones that say auto."""
     if "://" in args.output:
         raise run.UsageError(
-            f"--output {args.output}: must be a local folder; --checkpoint-uri is where a copy in "
-            "S3 would go"
+            f"--output {args.output}: must be a local folder (a mirror in S3, --checkpoint-uri, is "
+            "not there yet)"
         )
     args.output = Path(args.output)
     args.cache_dir = args.cache_dir or args.output / "cache"
@@ -418,6 +420,7 @@ def train_step(
     step: int,
     *,
     horizon: int,
+    data_wait_s: float,
 ) -> dict[str, Any]:
     """One optimizer step on the global batch; its line of metrics."""
     began, args = time.monotonic(), setup.args
@@ -447,7 +450,7 @@ def train_step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    step_s = time.monotonic() - began
+    step_s = data_wait_s + time.monotonic() - began
     return {
         "step": step,
         "loss": sums.loss,
@@ -457,7 +460,7 @@ def train_step(
         "tokens": sums.tokens,
         "anchors": sums.anchors,
         "step_s": step_s,
-        "data_wait_s": sums.data_wait_s,
+        "data_wait_s": data_wait_s,
         "tokens_per_s": sums.tokens / step_s,
     }
 
@@ -606,7 +609,7 @@ def train(
         setup.hidden_states,
         share=args.global_batch // world.size,
         rank=world.rank,
-        depth=args.prefetch,
+        depth=1 if args.hidden_states == "colocated" else args.prefetch,
     )
     bar = run.Progress(log, total=state.horizon, unit="step") if world.is_main else None
     if bar is not None:
@@ -615,7 +618,7 @@ def train(
         evaluate_now(setup, drafter, state, log, journal)
     failure: run.UserError | None = None
     while True:
-        ready = None
+        ready, asked = None, time.monotonic()
         try:
             if args.max_steps is None or state.step < args.max_steps:
                 ready = feed.next(lambda: stop.signum is not None)
@@ -625,7 +628,15 @@ def train(
             break
         assert ready is not None
         state.step += 1
-        entry = train_step(setup, drafter, optimizer, ready, state.step, horizon=state.horizon)
+        entry = train_step(
+            setup,
+            drafter,
+            optimizer,
+            ready,
+            state.step,
+            horizon=state.horizon,
+            data_wait_s=time.monotonic() - asked,
+        )
         state.cursor = ready.step.after
         if journal is not None and bar is not None:
             journal.write(entry)
@@ -786,16 +797,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     with dist.start(args.device) as world:
-        args.output.mkdir(parents=True, exist_ok=True)
+        make_folder(args.output)
         log = run.setup_logging(
             "train" if world.is_main else f"train[{world.rank}]",
             debug=args.debug,
             log_file=args.output / "train.log" if world.is_main else None,
         )
         try:
-            return run_training(args, world, log, stop, started=started, began=began)
+            with locked(args.output, world):
+                return run_training(args, world, log, stop, started=started, began=began)
         except Stopped:
             return stop.exit_code
+
+
+def make_folder(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".lock").touch()
+    except OSError as error:
+        raise run.UserError(f"--output {output}: cannot write there ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def locked(output: Path, world: dist.World) -> Iterator[None]:
+    """Hold the run folder: a second trainer there is refused. The lock dies with its process."""
+    with (output / ".lock").open("w") as lock:
+        if world.is_main:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise run.UserError(
+                    f"--output {output}: another trainer is at work there; wait for it, or choose "
+                    "another folder"
+                ) from error
+        yield
 
 
 def run_training(

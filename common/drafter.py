@@ -6,6 +6,7 @@ maths is that of z-lab/dflash model.py: one fused context c = hidden_norm(fc(tap
 and values of every layer as it is, and block slots attend to [context ; block].
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,7 +278,9 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-_compiled_flex_attention = torch.compile(flex_attention)
+@functools.cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention)  # on first use: inductor takes a second to import
 
 
 def attend(
@@ -285,7 +288,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention through flex_attention for a BlockMask, SDPA for a dense mask or none."""
     if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention if queries.is_cuda else flex_attention
+        flex = _compiled_flex_attention() if queries.is_cuda else flex_attention
         return flex(queries, keys, values, block_mask=mask, enable_gqa=True)
     return functional.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, enable_gqa=True

@@ -1,8 +1,6 @@
 """From packs to a drafter's output, and a step's gradients: what training and evaluation share."""
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +106,7 @@ class MicroBatch:
     pack: Pack
     blocks: Blocks
     weights: torch.Tensor
-    taps: tuple[Future[Taps], ...]
+    taps: tuple[Taps, ...]
 
 
 def micro_batches(
@@ -148,7 +146,8 @@ def micro_batches(
             mask_token_id=config.mask_token_id,
         )
         weights = decay_weights(blocks, gamma=gamma)
-        batches.append(MicroBatch(packs, pack, blocks, weights, ready.taps[start : start + size]))
+        taps = tuple(taps.result() for taps in ready.taps[start : start + size])
+        batches.append(MicroBatch(packs, pack, blocks, weights, taps))
     return batches
 
 
@@ -161,7 +160,6 @@ class StepSums:
     supervised: float
     tokens: int
     anchors: int
-    data_wait_s: float  # this rank's
 
 
 def accumulate_gradients(
@@ -185,12 +183,10 @@ def accumulate_gradients(
             float(sum(batch.blocks.keep.sum() for batch in batches)),
         ]
     )
-    waited_s, sums = 0.0, torch.zeros(1 + 2 * config.block_size, dtype=torch.float64)
+    sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64)
     for index, batch in enumerate(batches):
         drafter.set_requires_gradient_sync(index == len(batches) - 1)
-        asked = time.monotonic()
-        states = [future.result().hidden for future in batch.taps]
-        waited_s += time.monotonic() - asked
+        states = [taps.hidden for taps in batch.taps]
         taps = padded_taps(batch.packs, states, ends.embedding)
         output = draft_blocks(
             drafter,
@@ -213,5 +209,4 @@ def accumulate_gradients(
         supervised=sum(counts[config.block_size :]),
         tokens=int(tokens),
         anchors=int(anchors),
-        data_wait_s=waited_s,
     )

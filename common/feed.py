@@ -4,7 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +62,23 @@ class StepFeed:
         self._thread.start()
 
     def next(self, stop: Callable[[], bool]) -> ReadyStep | None:
-        """The next step; None at the end of the data or once `stop` says so. Raises failures."""
+        """The next step, its hidden states there; None at the end, or once `stop` says so.
+
+        Raises what the shards' thread or the servers raised.
+        """
         while not self._ready and not self._ended and not stop():
             self._fill(timeout_s=POLL_S)
         if stop() or not self._ready:
             return None
-        step = self._ready.popleft()
+        step = self._ready[0]
         while len(self._ready) < self._depth and not self._ended and not self._queue.empty():
             self._fill(timeout_s=0.0)
-        return step
+        while wait(step.taps, timeout=POLL_S).not_done:
+            if stop():
+                return None
+        for taps in step.taps:
+            taps.result()  # a failure is raised here, outside of any collective
+        return self._ready.popleft()
 
     def _fill(self, *, timeout_s: float) -> None:
         try:

@@ -1,6 +1,7 @@
 """pipeline.sh as a person runs it: it serves, trains, passes exit codes on and leaves nothing."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,11 +61,21 @@ def test_pipeline_serves_trains_and_ends_with_0(chain):
     assert chain["LISTEN"] in result.stdout
 
 
-def test_pipeline_colocated_on_two_ranks(chain):
-    result = run_pipeline({**chain, "HIDDEN_STATES": "colocated", "TRAINERS": "2"})
-    assert result.returncode == 0, result.stderr
+def test_colocated_on_two_ranks_survives_a_dropped_connection(chain):
+    process = subprocess.Popen(
+        ["bash", str(ROOT / "pipeline.sh")],
+        env={**chain, "HIDDEN_STATES": "colocated", "TRAINERS": "2"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if " step=1/" in line:
+            os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(timeout=60) == 0, "".join(seen)
     assert (Path(chain["RUN"]) / "export/model.safetensors").exists()
-    assert "INFO extract" not in result.stderr
+    assert not any("INFO extract" in line for line in seen)
+    assert processes_of(chain["RUN"]) == []
 
 
 def test_pipeline_passes_the_exit_code_of_stage_1_on(chain):
