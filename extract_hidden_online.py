@@ -39,7 +39,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("target")
     group.add_argument("--target", help="folder or hub id of the target")
     group.add_argument("--layers", type=run.int_list, help="tapped layers [five, evenly spread]")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="auto: float32 on CPU, bfloat16 on CUDA",
+    )
     group.add_argument("--final", action="store_true", help="also serve the last hidden state")
     group = parser.add_argument_group("serving")
     group.add_argument("--listen", default="127.0.0.1:8815", help="HOST:PORT; port 0 picks one")

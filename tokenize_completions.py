@@ -16,33 +16,28 @@ Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTE
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
 import shutil
-import signal
-import sqlite3
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked child of rayon's threads would hang
 
 import numpy as np
-import pyarrow as pa
 
 from common import run
-from common.chat import ChatTokenizer, Encoded, EncodeSettings, encode_row
-from common.rows import REASONS, ROW_VERSION, Reject, RowRejected, parse_line
+from common.chat import ChatTokenizer, EncodeSettings
+from common.encoding import EncodedBlock, Encoder, WorkerPool, spool_prompts
+from common.reading import Block, fetch, find_compressed, pieces
+from common.rows import REASONS, ROW_VERSION
 from common.shards import (
     PLAN_FILE,
     VERSION,
@@ -58,11 +53,9 @@ from common.store import Entry, ObjectMissing, Store, add_store_arguments, open_
 
 DEFAULT_MASK_TOKEN = "<|audio_start|>"
 SHARD_BYTES = 200_000_000
-PIECE_BYTES = 8_000_000  # read and encoded in one go
 FETCHES_AHEAD = 32  # pieces held or on their way: at most 256 MB
 UPLOADS_AHEAD = 4
 INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 NO_REASONING_WARNING = 0.01
 
 
@@ -75,8 +68,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("tokens and masks")
     group.add_argument("--tokenizer", required=True, help="the target's folder or hub id")
     group.add_argument("--max-length", type=run.positive_int, default=4096, help="tokens a row")
-    group.add_argument("--min-loss-tokens", type=run.positive_int, default=16)
-    group.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument(
+        "--min-loss-tokens", type=run.positive_int, default=16, help="a row with fewer is rejected"
+    )
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="what the server did where a row does not say",
+    )
     group.add_argument(
         "--preserve-thinking", action="store_true", help="the server kept the history's thoughts"
     )
@@ -100,8 +100,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-reject-rate", type=run.fraction, default=0.01, help="more rejects: exit 1; 1: never"
     )
     group = parser.add_argument_group("machine")
-    group.add_argument("--workers", type=run.positive_int, default=len(os.sched_getaffinity(0)))
-    group.add_argument("--download-threads", type=run.positive_int, default=16)
+    group.add_argument(
+        "--workers",
+        type=run.positive_int,
+        default=len(os.sched_getaffinity(0)),
+        help="encoding processes",
+    )
+    group.add_argument(
+        "--download-threads", type=run.positive_int, default=16, help="reading threads"
+    )
     group.add_argument("--work-dir", type=Path, help="local space for shards being written [/tmp]")
     args = parser.parse_args(argv)
     if args.shards:
@@ -129,18 +136,6 @@ def list_inputs(store: Store, log: Any) -> list[Entry]:
             f"--input {store.uri}: no {', '.join(INPUT_NAMES)} there ({len(entries)} other objects)"
         )
     return inputs
-
-
-def find_compressed(store: Store, inputs: Sequence[Entry], threads: int) -> dict[str, str]:
-    """Compression by key, told by the first bytes, not by the name."""
-
-    def look(entry: Entry) -> str | None:
-        start = store.read(entry.key, 0, 4, etag=entry.etag)
-        return next((name for magic, name in COMPRESSIONS.items() if start.startswith(magic)), None)
-
-    with ThreadPoolExecutor(threads) as pool:
-        found = zip(inputs, pool.map(look, inputs), strict=True)
-        return {entry.key: kind for entry, kind in found if kind is not None}
 
 
 def make_plan(
@@ -240,222 +235,6 @@ def print_plan(plan: Plan, compressed: dict[str, str]) -> None:
         f"{len(plan.shards)} shards, {run.format_bytes(plan.planned_bytes)}, {len(compressed)} "
         "compressed inputs (each is read by one thread and never cut)"
     )
-
-
-# ---- reading
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole lines of one input: where they begin, and their first line number when it is known."""
-
-    key: str
-    offset: int
-    data: bytes
-
-
-def pieces(part: InputRange, compressed: bool) -> Iterator[InputRange]:
-    """An input range in pieces that are read in one go."""
-    step = part.end if compressed else PIECE_BYTES
-    for start in range(part.start, part.end, step):
-        yield InputRange(part.key, part.size, part.etag, start, min(start + step, part.end))
-
-
-def fetch(store: Store, piece: InputRange, compression: str | None) -> list[Block]:
-    """The lines of a piece; a line belongs to the piece that holds its first byte."""
-    if compression is not None:
-        return list(decompressed_blocks(store, piece, compression))
-    lead = 1 if piece.start else 0
-    data = store.read(piece.key, piece.start - lead, piece.end, etag=piece.etag)
-    skipped = data.find(b"\n") + 1 if lead else 0
-    if lead and not skipped:
-        return []  # inside one long line that begins earlier
-    offset, data = piece.start - lead + skipped, data[skipped:]
-    end = piece.end
-    while data and end < piece.size and not data.endswith(b"\n"):
-        more = store.read(piece.key, end, min(end + 1_000_000, piece.size), etag=piece.etag)
-        newline = more.find(b"\n") + 1
-        data += more[:newline] if newline else more
-        end += len(more)
-        if newline:
-            break
-    return [Block(piece.key, offset, data)] if data else []
-
-
-def decompressed_blocks(store: Store, piece: InputRange, compression: str) -> Iterator[Block]:
-    """A compressed object's lines in blocks; all frames and members of it, and no half ones."""
-    packed = store.read(piece.key, etag=piece.etag)
-    offset, rest = 0, b""
-    try:
-        with pa.CompressedInputStream(pa.BufferReader(packed), compression) as stream:
-            while chunk := stream.read(PIECE_BYTES):
-                data = rest + chunk
-                cut = data.rfind(b"\n") + 1
-                if cut:
-                    yield Block(piece.key, offset, data[:cut])
-                    offset += cut
-                rest = data[cut:]
-    except (OSError, pa.ArrowException) as error:
-        raise run.UserError(f"{piece.key}: cut or damaged {compression} file ({error})") from error
-    if rest:
-        yield Block(piece.key, offset, rest)
-
-
-def spool_prompts(
-    store: Store, entries: Sequence[Entry], compressed: dict[str, str], path: Path
-) -> None:
-    """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left."""
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("create table requests (custom_id text primary key, body text)")
-        for entry in entries:
-            whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
-            for block in fetch(store, whole, compressed.get(entry.key)):
-                for line in block.data.split(b"\n"):
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
-                        request = json.loads(line)
-                        row = request["custom_id"], json.dumps(request["body"])
-                        database.execute("insert or replace into requests values (?, ?)", row)
-
-
-# ---- encoding, in worker processes
-
-
-@dataclass
-class EncodedBlock:
-    """A block's rows in flat arrays, which pickle as plain memory; never lists of tokens.
-
-    ids, sources, cut, no_reasoning: one a row. lengths (rows,) int64, tokens (T,) int32,
-    mask (T,) bool. rejects: lines of the shard's rejected file, still without line numbers.
-    """
-
-    ids: list[str] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    cut: int = 0
-    no_reasoning: int = 0
-    rejects: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-
-
-class Encoder:
-    """What every worker shares: made once, before the workers are forked."""
-
-    def __init__(
-        self, tokenizer: ChatTokenizer, settings: EncodeSettings, prompts: Path | None
-    ) -> None:
-        self._tokenizer, self._settings, self._prompts = tokenizer, settings, prompts
-        self._database: sqlite3.Connection | None = None
-
-    def __call__(self, block: Block) -> EncodedBlock:
-        result = EncodedBlock()
-        rows: list[Encoded] = []
-        offset = block.offset
-        for number, line in enumerate(block.data.split(b"\n")):
-            ended = offset + len(line) < block.offset + len(block.data)
-            found = parse_line(
-                line + b"\n" if ended else line,
-                fallback_id=f"{block.key}@{offset}",
-                prompts=self._look_up if self._prompts else None,
-            )
-            for row in found:
-                try:
-                    if isinstance(row, Reject):
-                        raise RowRejected(row.reason, row.error)
-                    rows.append(encode_row(row, self._tokenizer, self._settings))
-                    result.ids.append(row.id)
-                    result.sources.append(row.source)
-                except RowRejected as error:
-                    facts = {"key": block.key, "line": None, "offset": offset, "id": row.id}
-                    facts |= {"reason": error.reason, "error": str(error)}
-                    result.rejects.append((number, facts))
-            offset += len(line) + 1
-        if rows:
-            result.tokens = np.concatenate([row.input_ids for row in rows])
-            result.mask = np.concatenate([row.loss_mask for row in rows])
-            result.lengths = np.array([len(row.input_ids) for row in rows])
-        result.cut = sum(row.cut for row in rows)
-        result.no_reasoning = sum(row.no_reasoning for row in rows)
-        return result
-
-    def _look_up(self, custom_id: str) -> dict[str, Any] | None:
-        if self._database is None:  # opened in the worker: connections do not survive a fork
-            self._database = sqlite3.connect(f"file:{self._prompts}?mode=ro", uri=True)
-        query = "select body from requests where custom_id = ?"
-        found = self._database.execute(query, (custom_id,)).fetchone()
-        return json.loads(found[0]) if found else None
-
-
-_encoder: Encoder | None = None  # set before the fork, so that workers inherit the tokenizer
-
-
-def encode_block(block: Block) -> EncodedBlock:
-    assert _encoder is not None
-    return _encoder(block)
-
-
-def start_worker() -> None:
-    """In a new worker: leave signals to the parent, and end when it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class WorkerPool:
-    """Encodes blocks in forked workers; a block whose worker dies is done again, alone."""
-
-    def __init__(self, encoder: Encoder, workers: int) -> None:
-        global _encoder
-        _encoder, self._workers = encoder, workers
-        gc.collect()
-        gc.freeze()  # keep the collector from touching, and so copying, the shared pages
-        self._pool = self._fork(workers)
-
-    def _fork(self, workers: int) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=start_worker)
-        pool.submit(int).result()  # forks all of them now, before this process has threads
-        return pool
-
-    def submit(self, block: Block) -> Future[EncodedBlock]:
-        try:
-            return self._pool.submit(encode_block, block)
-        except BrokenProcessPool as error:
-            failed: Future[EncodedBlock] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def result(self, block: Block, future: Future[EncodedBlock]) -> EncodedBlock:
-        """A block's result. Raises UserError that names it when it kills a worker of its own."""
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            alone = self._fork(1)
-            try:
-                result = alone.submit(encode_block, block).result()
-            except BrokenProcessPool as error:
-                raise run.UserError(
-                    f"a worker was killed twice on {block.key} at byte {block.offset} (out of "
-                    "memory?): lower --workers, or look at the line there"
-                ) from error
-            finally:
-                alone.shutdown()
-            if self._pool._broken:
-                self._pool.shutdown()
-                self._pool = self._fork(self._workers)
-            return result
-
-    def close(self) -> None:
-        """Stop the workers at once, whatever they are doing."""
-        for process in (self._pool._processes or {}).values():
-            process.terminate()
-        self._pool.shutdown(cancel_futures=True)
 
 
 # ---- writing

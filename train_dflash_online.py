@@ -17,13 +17,9 @@ Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
 """
 
 import argparse
-import contextlib
-import fcntl
 import json
-import math
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +41,8 @@ from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal, read_metrics
+from common.lifetime import Stopped, StopRequest, Waiting, locked, make_folder
+from common.schedule import learning_rate, training_horizon
 from common.shards import Plan, Shard, TokenizedDataset
 from common.store import add_store_arguments
 from common.target import (
@@ -56,7 +54,6 @@ from common.target import (
 from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
 
 ADAM_BETAS = (0.9, 0.95)
-LEARNING_RATE_FLOOR = 0.1  # of the peak; the cosine ends here and stays
 MAX_GRAD_NORM = 1.0
 SHARD_POLL_S = 1.0
 
@@ -103,7 +100,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="colocated, or HOST:PORT[,HOST:PORT] of extract_hidden_online.py",
     )
     group.add_argument("--layers", type=run.int_list, help="tapped layers [five, evenly spread]")
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="auto: float32 on CPU, bfloat16 on CUDA",
+    )
     group.add_argument("--prefetch", type=run.positive_int, default=4, help="steps asked ahead")
     group.add_argument(
         "--server-timeout", type=run.positive_float, default=300.0, help="seconds to wait for one"
@@ -111,9 +113,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--token-file", type=Path, help="the servers' shared secret")
     group.add_argument("--tls-root-certs", type=Path, help="PEM file to trust servers by")
     group = parser.add_argument_group("drafter")
-    group.add_argument("--draft-config", type=Path, help="config.json to take the shape from")
-    group.add_argument("--draft-layers", type=run.positive_int, default=5)
-    group.add_argument("--block-size", type=run.positive_int, default=16)
+    group.add_argument(
+        "--draft-config", type=Path, help="config.json to take the shape from instead"
+    )
+    group.add_argument(
+        "--draft-layers", type=run.positive_int, default=5, help="depth of the drafter"
+    )
+    group.add_argument(
+        "--block-size", type=run.positive_int, default=16, help="the anchor and the drafts"
+    )
     group.add_argument(
         "--sliding-window", type=run.non_negative_int, default=2048, help="0: all layers full"
     )
@@ -125,15 +133,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--anchor-ratio", type=run.fraction, default=0.125, help="anchors per token of a pack"
     )
     group.add_argument("--gamma", type=run.positive_float, default=7.0, help="slot weight decay")
-    group.add_argument("--learning-rate", type=run.positive_float, default=6e-4)
-    group.add_argument("--warmup-ratio", type=run.fraction, default=0.04)
-    group.add_argument("--epochs", type=run.positive_int, default=6)
+    group.add_argument("--learning-rate", type=run.positive_float, default=6e-4, help="peak")
+    group.add_argument("--warmup-ratio", type=run.fraction, default=0.04, help="of all steps")
+    group.add_argument("--epochs", type=run.positive_int, default=6, help="passes over the data")
     group.add_argument("--max-steps", type=run.positive_int, help="end here, and the cosine too")
-    group.add_argument("--seed", type=run.non_negative_int, default=0)
-    group.add_argument("--attention", choices=("auto", "flex", "sdpa"), default="auto")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument(
+        "--seed", type=run.non_negative_int, default=0, help="of order, anchors, weights"
+    )
+    group.add_argument(
+        "--attention",
+        choices=("auto", "flex", "sdpa"),
+        default="auto",
+        help="auto: sdpa on CPU, flex on CUDA",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: CUDA where there is one",
+    )
     group = parser.add_argument_group("evaluation")
-    group.add_argument("--eval-fraction", type=run.fraction, default=0.005)
+    group.add_argument("--eval-fraction", type=run.fraction, default=0.005, help="of rows held out")
     group.add_argument("--eval-rows", type=run.non_negative_int, default=256, help="0: never")
     group.add_argument("--eval-every", type=run.positive_int, default=1000, help="steps")
     group = parser.add_argument_group("output")
@@ -183,33 +203,6 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-# ---- stopping
-
-
-class StopRequest:
-    """SIGTERM or Ctrl-C: the loop finishes its step and saves; a second one ends at once."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._receive)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a dropped connection ends no run
-
-    def _receive(self, signum: int, frame: Any) -> None:
-        if self.signum is not None:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        self.signum = signum
-
-    @property
-    def exit_code(self) -> int:
-        return run.EXIT_TERMINATED if self.signum == signal.SIGTERM else run.EXIT_INTERRUPTED
-
-
-class Stopped(Exception):
-    """A stop was requested while waiting, before any step of this process."""
-
-
 # ---- what the run stands on
 
 
@@ -250,26 +243,6 @@ def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> Token
     return dataset
 
 
-class Waiting:
-    """Says every 10 s what is waited for and since when; ends the wait on a stop request."""
-
-    def __init__(self, log: Any, stop: StopRequest) -> None:
-        self._log, self._stop = log, stop
-
-    def for_(self, what: str) -> Any:
-        since, last = run.utc_now(), -math.inf
-
-        def on_wait(waited_s: float) -> None:
-            nonlocal last
-            if self._stop.signum is not None:
-                raise Stopped
-            if waited_s - last >= 10:
-                last = waited_s
-                self._log.info(f"waiting for={what!r} since={since} waited={waited_s:.0f}s")
-
-        return on_wait
-
-
 def _round_up(length: int) -> int:
     return -(-length // PACK_MULTIPLE) * PACK_MULTIPLE
 
@@ -297,20 +270,40 @@ def open_hidden_states(
     )
 
 
+def read_draft_config(path: Path) -> DrafterConfig:
+    try:
+        return DrafterConfig.from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise run.UserError(f"--draft-config {path}: {error}") from error
+
+
+def settle_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """The tapped layers: --layers, else those of --draft-config, else evenly spread ones."""
+    if args.layers is not None:
+        return args.layers
+    if args.draft_config is not None:
+        return read_draft_config(args.draft_config).target_layer_ids
+    return default_target_layers(target_facts(args.target).num_layers)
+
+
 def drafter_config(args: argparse.Namespace, mask_token_id: int) -> DrafterConfig:
     """The drafter's shape: from --draft-config, or from the target's and the flags."""
     facts = target_facts(args.target)
     if args.draft_config is not None:
-        try:
-            config = DrafterConfig.from_json(json.loads(args.draft_config.read_bytes()))
-        except (OSError, ValueError) as error:
-            raise run.UserError(f"--draft-config {args.draft_config}: {error}") from error
-        if (config.hidden_size, config.vocab_size) != (facts.hidden_size, facts.vocab_size):
-            raise run.UserError(
-                f"--draft-config: hidden size {config.hidden_size} and vocabulary "
-                f"{config.vocab_size}, but {args.target} has {facts.hidden_size} and "
-                f"{facts.vocab_size}"
-            )
+        config = read_draft_config(args.draft_config)
+        expected = {
+            "hidden_size": (config.hidden_size, facts.hidden_size),
+            "vocab_size": (config.vocab_size, facts.vocab_size),
+            "num_target_layers": (config.num_target_layers, facts.num_layers),
+            "target_layer_ids": (config.target_layer_ids, tuple(args.layers)),
+            "mask_token_id": (config.mask_token_id, mask_token_id),
+        }
+        for name, (got, want) in expected.items():
+            if got != want:
+                raise run.UserError(
+                    f"--draft-config {args.draft_config}: its {name} is {got}; the target, the "
+                    f"data and the flags say {want}"
+                )
         return config
     return DrafterConfig.for_target(
         hidden_size=facts.hidden_size,
@@ -387,26 +380,6 @@ def build_drafter(
         fused=world.device.type == "cuda",
     )
     return drafter, optimizer
-
-
-def training_horizon(args: argparse.Namespace, plan: Plan, record: Mapping[str, Any]) -> int:
-    """The steps that the learning rate is laid over: --max-steps, or a guess from shard 0."""
-    if args.max_steps is not None:
-        return args.max_steps
-    if record["tokens"] == 0:
-        raise run.UserError("shard 0 holds no tokens to guess the run's length from: --max-steps")
-    tokens = args.epochs * plan.planned_bytes * record["tokens"] / plan.shard_bytes(0)
-    return math.ceil(tokens / (args.global_batch * args.pack_length))
-
-
-def learning_rate(step: int, *, peak: float, warmup_ratio: float, horizon: int) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak, where it stays; steps count from 1."""
-    warmup = max(1, round(warmup_ratio * horizon))
-    if step <= warmup:
-        return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, horizon - warmup))
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (LEARNING_RATE_FLOOR + (1 - LEARNING_RATE_FLOOR) * cosine)
 
 
 # ---- one step
@@ -614,16 +587,19 @@ def train(
     bar = run.Progress(log, total=state.horizon, unit="step") if world.is_main else None
     if bar is not None:
         bar.start_at(state.step)
-    if args.eval_rows and state.step == 0:
-        evaluate_now(setup, drafter, state, log, journal)
     failure: run.UserError | None = None
     while True:
-        ready, asked = None, time.monotonic()
+        ready = None
         try:
+            if args.eval_rows and state.step % args.eval_every == 0:
+                evaluate_now(setup, drafter, state, log, journal)
+            asked = time.monotonic()
             if args.max_steps is None or state.step < args.max_steps:
                 ready = feed.next(lambda: stop.signum is not None)
         except run.UserError as error:  # a shard or a server that did not come: save, then say so
             failure = error
+        except Stopped:
+            pass  # the shards' thread saw the stop request first
         if not world.agree(ready is not None):
             break
         assert ready is not None
@@ -643,8 +619,6 @@ def train(
             bar.update(1, loss=f"{entry['loss']:.3f}")
             if state.step == 1 or state.step % args.log_every == 0:
                 log.info(step_line(entry, state.horizon))
-        if args.eval_rows and state.step % args.eval_every == 0:
-            evaluate_now(setup, drafter, state, log, journal)
         if state.step % args.save_every == 0:
             save_checkpoint(setup, drafter, optimizer, state, log, finished=False)
     feed.close()
@@ -653,7 +627,10 @@ def train(
     cut_short = ready is not None or stop.signum is not None or failure is not None
     finished = world.sum([float(cut_short)])[0] == 0
     if finished and args.eval_rows and state.evaluated != state.step:
-        evaluate_now(setup, drafter, state, log, journal)
+        try:
+            evaluate_now(setup, drafter, state, log, journal)
+        except run.UserError as error:
+            failure, finished = error, False
     if finished or state.saved != state.step:
         save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
     if failure is not None:
@@ -712,8 +689,7 @@ def prepare(args: argparse.Namespace, world: dist.World, log: Any, stop: StopReq
             f"--global-batch {args.global_batch}: must be a multiple of {world.size} ranks x "
             f"--micro-batch {args.micro_batch}"
         )
-    if args.layers is None:
-        args.layers = default_target_layers(target_facts(args.target).num_layers)
+    args.layers = settle_layers(args)
     dataset = open_dataset(args, log, stop)
     config = drafter_config(args, dataset.plan.settings["mask_token_id"])
     hidden_states = open_hidden_states(args, world.device, log, stop)
@@ -744,7 +720,16 @@ def restore(
     if path is None:
         record = setup.dataset.record(0)
         assert record is not None
-        return RunState(0, Cursor(), training_horizon(setup.args, plan, record))
+        args = setup.args
+        horizon = training_horizon(
+            max_steps=args.max_steps,
+            epochs=args.epochs,
+            planned_bytes=plan.planned_bytes,
+            first_shard_bytes=plan.shard_bytes(0),
+            first_shard_tokens=record["tokens"],
+            tokens_per_step=args.global_batch * args.pack_length,
+        )
+        return RunState(0, Cursor(), horizon)
     old = checkpoint.read_state(path)
     checkpoint.load(path, model=drafter, optimizer=optimizer)
     return RunState(old["step"], Cursor(**old["cursor"]), old["horizon"], saved=old["step"])
@@ -804,33 +789,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_file=args.output / "train.log" if world.is_main else None,
         )
         try:
-            with locked(args.output, world):
+            with locked(args.output, is_main=world.is_main):
                 return run_training(args, world, log, stop, started=started, began=began)
         except Stopped:
             return stop.exit_code
-
-
-def make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / ".lock").touch()
-    except OSError as error:
-        raise run.UserError(f"--output {output}: cannot write there ({error.strerror})") from error
-
-
-@contextlib.contextmanager
-def locked(output: Path, world: dist.World) -> Iterator[None]:
-    """Hold the run folder: a second trainer there is refused. The lock dies with its process."""
-    with (output / ".lock").open("w") as lock:
-        if world.is_main:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise run.UserError(
-                    f"--output {output}: another trainer is at work there; wait for it, or choose "
-                    "another folder"
-                ) from error
-        yield
 
 
 def run_training(
@@ -850,7 +812,8 @@ def run_training(
     previous = previous_settings(args, resumed)
     if previous is not None:
         refuse_changes(args, previous, setup.settings)
-    if resumed is not None and checkpoint.read_state(resumed)["finished"]:
+    exported = (args.output / "export/config.json").exists()
+    if resumed is not None and checkpoint.read_state(resumed)["finished"] and exported:
         log.info(f"nothing to do: {resumed} is the end of this run")
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)

@@ -24,6 +24,7 @@ from common.loss import (
     walked_acceptance,
     weighted_loss,
 )
+from common.run import UserError
 from common.wire import HiddenStates
 
 
@@ -55,7 +56,8 @@ def evaluate(
     """Evaluate on `packs`; every rank calls it with the same packs and gets the same figures.
 
     The passes, `num_anchors` anchors of one pack each, are dealt to the ranks in turn; ranks with
-    one pass less repeat one without counting it, since a sharded drafter needs all of them.
+    one pass less repeat one without counting it, since a sharded drafter needs all of them. Raises
+    UserError on all ranks alike when one of them gets no hidden states.
     """
     legal = [
         torch.nonzero(legal_anchors(tensor_pack([pack], device=world.device)))[:, 0]
@@ -69,14 +71,18 @@ def evaluate(
     offsets = [0, *torch.tensor([len(anchors) for anchors in legal]).cumsum(0).tolist()]
     lengths = torch.zeros(offsets[-1], dtype=torch.int64, device=world.device)
     sums = torch.zeros(2 + 2 * config.block_size, dtype=torch.float64, device=world.device)
-    taps_of: tuple[int, torch.Tensor] | None = None
+    taps_of: tuple[int, torch.Tensor] | None = None  # a pack's number and its hidden states
     for turn in range(0, len(passes), world.size):
         counted = turn + world.rank < len(passes)
         number, start = passes[turn + world.rank] if counted else passes[turn]
         pack = tensor_pack([packs[number]], device=world.device)
         if taps_of is None or taps_of[0] != number:
-            states = hidden_states.submit(packs[number].token_lists).result().hidden
-            taps_of = (number, padded_taps([packs[number]], [states], ends.embedding))
+            states = _fetch(hidden_states, packs[number])
+            taps_of = None if states is None else (number, states)
+        if world.sum([float(taps_of is None)])[0]:
+            raise UserError("no hidden states for the evaluation: is every server there?")
+        assert taps_of is not None
+        taps = padded_taps([packs[number]], [taps_of[1]], ends.embedding)
         chosen = legal[number][start : start + num_anchors]
         blocks = make_blocks(
             pack,
@@ -85,7 +91,7 @@ def evaluate(
             mask_token_id=config.mask_token_id,
         )
         output = draft_blocks(
-            drafter, config, ends, pack=pack, blocks=blocks, taps=taps_of[1], attention=attention
+            drafter, config, ends, pack=pack, blocks=blocks, taps=taps, attention=attention
         )
         if not counted:
             continue
@@ -109,6 +115,14 @@ def evaluate(
         slot_accuracy=tuple(accuracy[1:].tolist()),
         rows=rows,
     )
+
+
+def _fetch(hidden_states: HiddenStates, pack: PackedRows) -> torch.Tensor | None:
+    """A pack's hidden states; None when no server answers."""
+    try:
+        return hidden_states.submit(pack.token_lists).result().hidden
+    except UserError:
+        return None
 
 
 def _fixed(anchors: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

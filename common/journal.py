@@ -23,12 +23,20 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Journal:
-    """Appends to the run folder's metrics; on a resume, lines after that step are cut first."""
+    """Appends to the run folder's metrics.
+
+    On a resume, what came after the checkpoint of `resume_step` is cut first: later steps, and the
+    evaluation at that step, which is made again.
+    """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         self._folder = folder
         self._path = folder / METRICS_FILE
-        kept = [entry for entry in read_metrics(folder) if entry["step"] <= resume_step]
+        kept = [
+            entry
+            for entry in read_metrics(folder)
+            if entry["step"] < resume_step or (entry["step"] == resume_step and "loss" in entry)
+        ]
         write_atomic(self._path, b"".join(_line(entry) for entry in kept))
         self._file = self._path.open("ab")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)

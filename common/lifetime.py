@@ -1,0 +1,79 @@
+"""How a long run waits, stops and keeps others out of its folder."""
+
+import contextlib
+import fcntl
+import math
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.run import EXIT_INTERRUPTED, EXIT_TERMINATED, UserError, utc_now
+
+
+class StopRequest:
+    """SIGTERM or Ctrl-C: the loop finishes its step and saves; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._receive)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a dropped connection ends no run
+
+    def _receive(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_TERMINATED if self.signum == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+class Stopped(Exception):
+    """A stop was requested while waiting, before any step of this process."""
+
+
+class Waiting:
+    """Says every 10 s what is waited for and since when; ends the wait on a stop request."""
+
+    def __init__(self, log: Any, stop: StopRequest) -> None:
+        self._log, self._stop = log, stop
+
+    def for_(self, what: str) -> Callable[[float], None]:
+        since, last = utc_now(), -math.inf
+
+        def on_wait(waited_s: float) -> None:
+            nonlocal last
+            if self._stop.signum is not None:
+                raise Stopped
+            if waited_s - last >= 10:
+                last = waited_s
+                self._log.info(f"waiting for={what!r} since={since} waited={waited_s:.0f}s")
+
+        return on_wait
+
+
+def make_folder(output: Path) -> None:
+    """Make the run folder. Raises UserError when nothing can be written there."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".lock").touch()
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot write there ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def locked(output: Path, *, is_main: bool) -> Iterator[None]:
+    """Hold the run folder: a second trainer there is refused. The lock dies with its process."""
+    with (output / ".lock").open("w") as lock:
+        if is_main:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--output {output}: another trainer is at work there; wait for it, or choose "
+                    "another folder"
+                ) from error
+        yield
