@@ -16,14 +16,18 @@ Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTE
 
 import argparse
 import contextlib
+import fcntl
+import functools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +40,7 @@ import numpy as np
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings
 from common.encoding import EncodedBlock, Encoder, WorkerPool, spool_prompts
-from common.reading import Block, fetch, find_compressed, pieces
+from common.reading import Block, Reading, find_compressed, pieces, read_blocks
 from common.rows import REASONS, ROW_VERSION
 from common.shards import (
     PLAN_FILE,
@@ -53,10 +57,12 @@ from common.store import Entry, ObjectMissing, Store, add_store_arguments, open_
 
 DEFAULT_MASK_TOKEN = "<|audio_start|>"
 SHARD_BYTES = 200_000_000
-FETCHES_AHEAD = 32  # pieces held or on their way: at most 256 MB
+READS_AHEAD = 32  # pieces held or on their way: at most 256 MB, and 24 MB a download thread
 UPLOADS_AHEAD = 4
 INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 NO_REASONING_WARNING = 0.01
+LOCK_FILE = ".lock"
+OUR_FILES = re.compile(r"shard-\d{5,}\.(arrow|json)|rejected/shard-\d{5,}\.jsonl")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -116,7 +122,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
             parser.error(f"--shards {args.shards}: must be A:B with A < B, such as 0:8")
         args.shards = (int(first), int(last))
+    if lies_inside(args.output, args.input):
+        parser.error(
+            f"--output {args.output} lies inside --input {args.input}: a rerun would read its "
+            "files as inputs"
+        )
     return args
+
+
+def lies_inside(inner: str, outer: str) -> bool:
+    """Whether one URI is the other, or under it."""
+    if "://" in inner or "://" in outer:
+        return f"{inner.rstrip('/')}/".startswith(f"{outer.rstrip('/')}/")
+    return Path(inner).resolve().is_relative_to(Path(outer).resolve())
 
 
 # ---- plan
@@ -216,13 +234,9 @@ def plan_differences(old: Plan, new: Plan) -> list[str]:
 
 def delete_dataset(store: Store) -> None:
     """Remove what this script writes, records first, and nothing else."""
-    keys = [entry.key for entry in store.list()]
-    ours = [key for key in keys if key.startswith(("shard-", "rejected/shard-"))]
-    for key in [
-        "dataset_info.json",
-        "state.json",
-        *sorted(ours, key=lambda k: k.endswith("arrow")),
-    ]:
+    ours = [entry.key for entry in store.list() if OUR_FILES.fullmatch(entry.key)]
+    ours.sort(key=lambda key: not re.fullmatch(r"shard-\d+\.json", key))
+    for key in ["dataset_info.json", "state.json", *ours]:
         store.delete(key)
 
 
@@ -242,13 +256,12 @@ def print_plan(plan: Plan, compressed: dict[str, str]) -> None:
 
 @dataclass
 class Totals:
-    """What this run has done so far."""
+    """Sums over commit records, or over the blocks of a run so far."""
 
     shards: int = 0
     rows: int = 0
     tokens: int = 0
     loss_tokens: int = 0
-    bytes_in: int = 0
     cut: int = 0
     no_reasoning: int = 0
     duplicate_ids: int = 0
@@ -259,6 +272,11 @@ class Totals:
         for name in ("rows", "tokens", "loss_tokens", "cut", "no_reasoning", "duplicate_ids"):
             setattr(self, name, getattr(self, name) + record[name])
         self.rejected.update(record["rejected"])
+
+    def add_block(self, encoded: EncodedBlock) -> None:
+        self.rows += len(encoded.ids)
+        self.tokens += len(encoded.tokens)
+        self.loss_tokens += int(encoded.mask.sum())
 
     @property
     def loss_share(self) -> float:
@@ -277,8 +295,9 @@ class OpenShard:
         self.index, self._plan = index, plan
         self._arrow = folder / f"{shard_name(index)}.arrow"
         self._rejected_path = folder / f"{shard_name(index)}.rejected"
-        self._writer = ShardWriter(self._arrow)
-        self._rejected = self._rejected_path.open("w", encoding="utf-8")
+        with local_disk(folder):
+            self._writer = ShardWriter(self._arrow)
+            self._rejected = self._rejected_path.open("w", encoding="utf-8")
         self._counts: Counter[str] = Counter()
         self._cut = self._no_reasoning = 0
         self._next_line: dict[str, int] = {}
@@ -286,32 +305,35 @@ class OpenShard:
     def add(self, part: InputRange, block: Block, encoded: EncodedBlock) -> None:
         """Append a block's rows and rejects."""
         ends = np.cumsum(encoded.lengths)
-        for number, end in enumerate(ends):
-            place = slice(end - encoded.lengths[number], end)
-            self._writer.add(
-                encoded.ids[number],
-                encoded.tokens[place],
-                encoded.mask[place],
-                encoded.sources[number],
-            )
         first_line = self._next_line.get(part.key, 1)
-        for number, facts in encoded.rejects:
-            facts["line"] = first_line + number if part.start == 0 else None
-            self._rejected.write(json.dumps(facts, ensure_ascii=True) + "\n")
-            self._counts[facts["reason"]] += 1
+        with local_disk(self._arrow.parent):
+            for number, end in enumerate(ends):
+                place = slice(end - encoded.lengths[number], end)
+                self._writer.add(
+                    encoded.ids[number],
+                    encoded.tokens[place],
+                    encoded.mask[place],
+                    encoded.sources[number],
+                )
+            for number, facts in encoded.rejects:
+                facts["line"] = first_line + number if part.start == 0 else None
+                self._rejected.write(json.dumps(facts, ensure_ascii=True) + "\n")
+                self._counts[facts["reason"]] += 1
         self._next_line[part.key] = first_line + block.data.count(b"\n")
         self._cut += encoded.cut
         self._no_reasoning += encoded.no_reasoning
 
     def close(self) -> dict[str, Any]:
         """Close the local files; the commit record."""
-        self._rejected.close()
+        with local_disk(self._arrow.parent):
+            self._rejected.close()
+            facts = self._writer.finish()
         return {
             "version": VERSION,
             "index": self.index,
             "plan_sha256": self._plan.sha256,
             "file": self._arrow.name,
-            **self._writer.finish(),
+            **facts,
             "rejected": dict(sorted(self._counts.items())),
             "cut": self._cut,
             "no_reasoning": self._no_reasoning,
@@ -343,19 +365,25 @@ class Job:
     folder: Path
 
 
-def committed(job: Job, index: int) -> dict[str, Any] | None:
-    """A shard's record under this plan; None when it has to be done."""
-    try:
-        record = json.loads(job.output.read(record_key(index)))
-    except (ObjectMissing, ValueError):
-        return None
-    return record if record.get("plan_sha256") == job.plan.sha256 else None
+def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """The records of this plan's committed shards among these, by index."""
+
+    def look(index: int) -> dict[str, Any] | None:
+        try:
+            record = json.loads(job.output.read(record_key(index)))
+        except (ObjectMissing, ValueError):
+            return None
+        return record if record.get("plan_sha256") == job.plan.sha256 else None
+
+    with ThreadPoolExecutor(job.args.download_threads) as pool:
+        found = zip(indexes, pool.map(look, indexes), strict=True)
+        return {index: record for index, record in found if record is not None}
 
 
 def encoded_blocks(
     job: Job, indexes: Sequence[int], workers: WorkerPool, failures: dict[int, str]
-) -> Iterator[tuple[int, InputRange, Block, EncodedBlock]]:
-    """Every block of the shards, in order, fetched by threads and encoded by the workers.
+) -> Generator[tuple[int, InputRange, Block, EncodedBlock], None, None]:
+    """Every block of the shards, in order, read by threads and encoded by the workers.
 
     An input that cannot be read puts its shard into `failures`; the others go on.
     """
@@ -365,111 +393,133 @@ def encoded_blocks(
         for part in job.plan.shards[index]
         for piece in pieces(part, part.key in job.compressed)
     )
-    fetching: deque[tuple[int, InputRange, Future[list[Block]]]] = deque()
+    reading: deque[tuple[int, InputRange, Reading]] = deque()
     encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]] = deque()
+    stopped = threading.Event()
     with ThreadPoolExecutor(job.args.download_threads) as threads:
         try:
             while True:
-                while len(fetching) < FETCHES_AHEAD and (item := next(todo, None)) is not None:
+                while len(reading) < READS_AHEAD and (item := next(todo, None)) is not None:
                     index, part, piece = item
-                    kind = job.compressed.get(part.key)
-                    fetching.append((index, part, threads.submit(fetch, job.source, piece, kind)))
-                if not fetching:
+                    blocks = read_blocks(job.source, piece, job.compressed.get(part.key))
+                    reading.append((index, part, Reading(blocks, threads, stopped)))
+                if not reading:
                     break
-                index, part, fetched = fetching.popleft()
+                index, part, ahead = reading[0]
+                block = None
                 try:
-                    blocks = fetched.result()
+                    block = ahead.next_block()
                 except run.UserError as error:
                     failures.setdefault(index, str(error))
+                if block is None:
+                    reading.popleft()
                     continue
-                for block in blocks:
-                    if len(encoding) >= 2 * job.args.workers + 2:
-                        yield _first_result(encoding, workers)
-                    encoding.append((index, part, block, workers.submit(block)))
+                if len(encoding) >= 2 * job.args.workers + 2:
+                    yield first_result(encoding)
+                encoding.append((index, part, block, workers.submit(block)))
             while encoding:
-                yield _first_result(encoding, workers)
+                yield first_result(encoding)
         finally:
+            stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _first_result(
-    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]], workers: WorkerPool
+def first_result(
+    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]],
 ) -> tuple[int, InputRange, Block, EncodedBlock]:
     index, part, block, future = encoding.popleft()
-    return index, part, block, workers.result(block, future)
+    return index, part, block, future.result()
 
 
-def tokenize(job: Job, indexes: Sequence[int], workers: WorkerPool) -> Totals:
-    """Write and commit the shards, uploading while later ones are encoded."""
-    totals = Totals()
+def tokenize(
+    job: Job, indexes: Sequence[int], workers: WorkerPool, seen: Totals
+) -> list[dict[str, Any]]:
+    """Write and commit the shards, uploading while later ones are encoded; their records.
+
+    `seen` counts the rows of all blocks, committed or not yet.
+    """
+    records: list[dict[str, Any]] = []
     failures: dict[int, str] = {}
+    began = time.monotonic()
     total_bytes = sum(job.plan.shard_bytes(index) for index in indexes)
     bar = run.Progress(job.log, total=total_bytes, unit="B")
-    blocks = encoded_blocks(job, indexes, workers, failures)
-    pending = next(blocks, None)
+
+    def report(upload: Future[dict[str, Any]]) -> None:
+        records.append(upload.result())
+        name = shard_name(records[-1]["index"])
+        fields = progress_fields(len(records), len(indexes), seen, time.monotonic() - began)
+        job.log.info(run.format_fields({**fields, "committed": name}))
+
     uploads: deque[Future[dict[str, Any]]] = deque()
-    with ThreadPoolExecutor(2) as uploaders:
+    with (
+        ThreadPoolExecutor(2) as uploaders,
+        contextlib.closing(bar),
+        contextlib.closing(encoded_blocks(job, indexes, workers, failures)) as blocks,
+    ):
+        pending = next(blocks, None)
         for index in indexes:
             shard = OpenShard(index, job.plan, job.folder)
             while pending is not None and pending[0] == index:
                 _, part, block, encoded = pending
                 shard.add(part, block, encoded)
-                totals.bytes_in += len(block.data)
-                bar.update(len(block.data), shards=f"{totals.shards}/{len(indexes)}")
+                seen.add_block(encoded)
+                elapsed = time.monotonic() - began
+                fields = progress_fields(len(records), len(indexes), seen, elapsed)
+                bar.update(block.stored, **fields)
                 pending = next(blocks, None)
             record = shard.close()
             if index in failures:
                 continue
             uploads.append(uploaders.submit(shard.upload, job.output, record))
             while len(uploads) > UPLOADS_AHEAD or (uploads and uploads[0].done()):
-                report(job, totals, uploads.popleft().result(), len(indexes))
+                report(uploads.popleft())
         while uploads:
-            report(job, totals, uploads.popleft().result(), len(indexes))
-    bar.close()
+            report(uploads.popleft())
     if failures:
         raise run.UserError(
             "; ".join(f"{shard_name(index)}: {text}" for index, text in failures.items())
         )
-    return totals
+    return records
 
 
-def report(job: Job, totals: Totals, record: dict[str, Any], count: int) -> None:
-    """Count a committed shard and say so."""
-    totals.add(record)
-    job.log.info(
-        f"shards={totals.shards}/{count} samples={totals.rows:,} "
-        f"tokens={run.format_count(totals.tokens)} loss={totals.loss_share:.1%} "
-        f"rejected={sum(totals.rejected.values()):,} committed={shard_name(record['index'])}"
-    )
+def progress_fields(done: int, count: int, seen: Totals, elapsed_s: float) -> dict[str, str]:
+    return {
+        "shards": f"{done}/{count}",
+        "samples": f"{seen.rows:,}",
+        "tokens": run.format_count(seen.tokens),
+        "loss": f"{seen.loss_share:.1%}",
+        "samples/s": f"{seen.rows / elapsed_s:,.0f}",
+        "tokens/s": run.format_count(seen.tokens / elapsed_s),
+    }
 
 
-def finish_dataset(job: Job) -> bool:
-    """When every shard is committed, make the folder one that datasets opens; say whether it is."""
-    records = [committed(job, index) for index in range(len(job.plan.shards))]
-    whole = [record for record in records if record is not None]
-    if len(whole) < len(records):
-        job.log.info(f"committed={len(whole)}/{len(records)}; the rest is for other runs")
-        return False
-    for name, data in closing_files(whole).items():
+def finish_dataset(job: Job, known: Mapping[int, dict[str, Any]]) -> None:
+    """When every shard is committed, make the folder one that `datasets` opens."""
+    unknown = [index for index in range(len(job.plan.shards)) if index not in known]
+    records = {**known, **committed(job, unknown)}
+    if len(records) < len(job.plan.shards):
+        job.log.info(f"committed={len(records)}/{len(job.plan.shards)}; the rest is for other runs")
+        return
+    for name, data in closing_files([records[index] for index in sorted(records)]).items():
         job.output.write(name, data)
-    return True
 
 
-def print_summary(job: Job, totals: Totals, kept: int, wall_s: float) -> None:
+def print_summary(job: Job, totals: Totals, kept: int, seen: Totals, wall_s: float) -> None:
+    """Sums over all shards asked for, kept ones included; rates over what was done now."""
+    rejected = sum(totals.rejected.values())
     rows: list[tuple[str, Any]] = [
-        ("shards", f"{totals.shards} written, {kept} kept"),
+        ("shards", f"{totals.shards - kept} written, {kept} kept"),
         ("samples", f"{totals.rows:,}"),
         ("tokens", run.format_count(totals.tokens)),
         ("loss tokens", f"{totals.loss_share:.1%}"),
         ("cut at max length", f"{totals.cut:,}"),
         ("without reasoning", f"{totals.no_reasoning:,}"),
         ("duplicate ids", f"{totals.duplicate_ids:,}"),
-        ("rejected", f"{sum(totals.rejected.values()):,} ({totals.reject_rate:.2%})"),
+        ("rejected", f"{rejected:,} ({totals.reject_rate:.2%})"),
         *[(f"  {reason}", f"{count:,}") for reason, count in sorted(totals.rejected.items())],
-        ("read", run.format_bytes(totals.bytes_in)),
         ("wall time", run.format_duration(wall_s)),
-        ("samples/s", f"{totals.rows / wall_s:,.0f}"),
-        ("tokens/s", run.format_count(totals.tokens / wall_s)),
+        ("samples/s", f"{seen.rows / wall_s:,.0f}"),
+        ("tokens/s", run.format_count(seen.tokens / wall_s)),
         ("output", job.output.uri),
     ]
     run.print_table("Tokenizing", rows)
@@ -481,12 +531,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = run.setup_logging("tokenize", debug=args.debug)
     started, began = run.utc_now(), time.monotonic()
     tokenizer = ChatTokenizer.load(args.tokenizer)
-    source = open_store(
-        args.input, endpoint_url=args.endpoint_url, max_connections=args.download_threads + 8
+    connect = functools.partial(
+        open_store, endpoint_url=args.endpoint_url, max_connections=args.download_threads + 8
     )
-    output = open_store(args.output, endpoint_url=args.endpoint_url)
+    source, output = connect(args.input), connect(args.output)
+    prompts = connect(args.prompts) if args.prompts else None
     inputs = list_inputs(source, log)
-    prompts = open_store(args.prompts, endpoint_url=args.endpoint_url) if args.prompts else None
     prompt_entries = list_inputs(prompts, log) if prompts else []
     compressed = find_compressed(source, inputs, args.download_threads)
     plan = make_plan(args, tokenizer, inputs, compressed, prompt_entries)
@@ -505,6 +555,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = find_compressed(prompts, prompt_entries, args.download_threads)
             spool_prompts(prompts, prompt_entries, found, spool)
         job = Job(args, log, source, output, plan, compressed, folder)
+        kept = committed(job, range(first, last))
+        todo = [index for index in range(first, last) if index not in kept]
+        check_space(job, todo)
         settings = EncodeSettings(
             max_length=args.max_length,
             min_loss_tokens=args.min_loss_tokens,
@@ -513,21 +566,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             no_reasoning=args.no_reasoning,
             mask_token_id=plan.settings["mask_token_id"],
         )
-        todo = [index for index in range(first, last) if committed(job, index) is None]
-        workers = WorkerPool(Encoder(tokenizer, settings, spool), args.workers)
+        encoder, seen = Encoder(tokenizer, settings, spool), Totals()
         try:
-            totals = tokenize(job, todo, workers)
-        finally:
-            workers.close()
-    finish_dataset(job)
+            with contextlib.closing(WorkerPool(encoder, args.workers)) as workers:
+                written = tokenize(job, todo, workers, seen)
+        except (KeyboardInterrupt, run.Terminated):
+            log.info("stopped; committed shards are kept: run the same command again to go on")
+            raise
+    records = kept | {record["index"]: record for record in written}
+    finish_dataset(job, records)
+    totals = Totals()
+    for record in records.values():
+        totals.add(record)
     facts = run.run_facts(
-        settings=vars(args),
-        started=started,
-        counts={**vars(totals), "kept": last - first - len(todo)},
+        settings=vars(args), started=started, counts={**vars(totals), "kept": len(kept)}
     )
     stamp = started.replace(":", "").replace("-", "")
     output.write(f"runs/{stamp}-{first}-{last}.json", run.json_bytes(facts))
-    print_summary(job, totals, last - first - len(todo), time.monotonic() - began)
+    print_summary(job, totals, len(kept), seen, time.monotonic() - began)
     return verdict(args, log, totals)
 
 
@@ -548,15 +604,58 @@ def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
 
 @contextlib.contextmanager
 def work_folder(parent: Path | None) -> Iterator[Path]:
-    """A folder of this run's own for shards being written; removed whatever happens."""
+    """A folder of this run's own for shards being written; removed whatever happens.
+
+    The run and its workers hold a lock in it, so that the next run removes what a killed one left.
+    """
+    place = parent or Path(tempfile.gettempdir())
     try:
-        folder = Path(tempfile.mkdtemp(prefix="tokenize-", dir=parent))
+        for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
+            with contextlib.suppress(OSError), locked(left):  # BlockingIOError: its run lives
+                shutil.rmtree(left.parent)
+        hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
     except OSError as error:
-        raise run.UserError(f"--work-dir {parent}: {error.strerror}") from error
+        raise run.UserError(f"--work-dir {place}: {error.strerror}") from error
+    (hidden / LOCK_FILE).touch()
+    with locked(hidden / LOCK_FILE):  # before other runs can find it
+        folder = hidden.rename(place / hidden.name.lstrip("."))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the file's lock, and so do processes forked meanwhile. Raises BlockingIOError."""
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def local_disk(folder: Path) -> Iterator[None]:
+    """Say what a full or broken disk under --work-dir means."""
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield
+    except OSError as error:
+        raise run.UserError(
+            f"--work-dir {folder.parent}: cannot write there ({error.strerror})"
+        ) from error
+
+
+def check_space(job: Job, todo: Sequence[int]) -> None:
+    """Refuse a work folder that cannot hold the shards that are in hand at a time.
+
+    A shard takes about the bytes of its input: 4.1 bytes a token against 4.3 of JSON.
+    """
+    needed = sum(sorted(map(job.plan.shard_bytes, todo))[-(UPLOADS_AHEAD + 2) :])
+    free = shutil.disk_usage(job.folder).free
+    if free < needed:
+        raise run.UserError(
+            f"--work-dir {job.folder.parent}: {run.format_bytes(free)} free, and shards being "
+            f"written need about {run.format_bytes(needed)}; name a larger disk"
+        )
 
 
 if __name__ == "__main__":

@@ -4,26 +4,31 @@ import contextlib
 import gc
 import json
 import os
+import queue
 import signal
 import sqlite3
 import threading
 import time
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.chat import ChatTokenizer, Encoded, EncodeSettings, encode_row
-from common.reading import Block, fetch
+from common.reading import Block, read_blocks
 from common.rows import Reject, RowRejected, parse_line
 from common.run import UserError
 from common.shards import InputRange
 from common.store import Entry, Store
+
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 def spool_prompts(
@@ -34,7 +39,7 @@ def spool_prompts(
         database.execute("create table requests (custom_id text primary key, body text)")
         for entry in entries:
             whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
-            for block in fetch(store, whole, compressed.get(entry.key)):
+            for block in read_blocks(store, whole, compressed.get(entry.key)):
                 for line in block.data.split(b"\n"):
                     with contextlib.suppress(ValueError, KeyError, TypeError):
                         request = json.loads(line)
@@ -108,19 +113,11 @@ class Encoder:
         return json.loads(found[0]) if found else None
 
 
-_encoder: Encoder | None = None  # set before the fork, so that workers inherit the tokenizer
-
-
-def encode_block(block: Block) -> EncodedBlock:
-    assert _encoder is not None
-    return _encoder(block)
-
-
-def start_worker() -> None:
-    """In a new worker: leave signals to the parent, and end when it is gone."""
+def serve_blocks(encoder: Encoder, connection: Connection, parent: int) -> None:
+    """A worker: encode what comes in until the parent is gone; signals are left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -128,53 +125,93 @@ def start_worker() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    while True:
+        block = connection.recv()
+        try:
+            connection.send(encoder(block))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            connection.send(error)
+
+
+@dataclass(frozen=True)
+class Worker:
+    process: BaseProcess
+    connection: Connection
 
 
 class WorkerPool:
-    """Encodes blocks in forked workers; a block whose worker dies is done again, alone."""
+    """Encodes blocks in forked workers; a block whose worker dies is done once more by a new one.
+
+    Each worker has a pipe and a thread of its own, so its death is the end of that pipe at once,
+    even halfway through a result (there a ProcessPoolExecutor, whose workers share one, hangs).
+    """
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
-        global _encoder
-        _encoder, self._workers = encoder, workers
+        self._encoder, self._lock, self._closed = encoder, threading.Lock(), False
         gc.collect()
         gc.freeze()  # keep the collector from touching, and so copying, the shared pages
-        self._pool = self._fork(workers)
-
-    def _fork(self, workers: int) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=start_worker)
-        pool.submit(int).result()  # forks all of them now, before this process has threads
-        return pool
+        self._workers = [self._fork() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers)
 
     def submit(self, block: Block) -> Future[EncodedBlock]:
-        try:
-            return self._pool.submit(encode_block, block)
-        except BrokenProcessPool as error:
-            failed: Future[EncodedBlock] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def result(self, block: Block, future: Future[EncodedBlock]) -> EncodedBlock:
-        """A block's result. Raises UserError that names it when it kills a worker of its own."""
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            alone = self._fork(1)
-            try:
-                result = alone.submit(encode_block, block).result()
-            except BrokenProcessPool as error:
-                raise UserError(
-                    f"a worker was killed twice on {block.key} at byte {block.offset} (out of "
-                    "memory?): lower --workers, or look at the line there"
-                ) from error
-            finally:
-                alone.shutdown()
-            if self._pool._broken:
-                self._pool.shutdown()
-                self._pool = self._fork(self._workers)
-            return result
+        """A block's result to come; it raises UserError when the block killed two workers."""
+        return self._threads.submit(self._encode, block)
 
     def close(self) -> None:
         """Stop the workers at once, whatever they are doing."""
-        for process in (self._pool._processes or {}).values():
-            process.terminate()
-        self._pool.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            for worker in self._workers:
+                worker.process.kill()
+        self._threads.shutdown()
+
+    def _encode(self, block: Block) -> EncodedBlock:
+        worker = self._idle.get()  # there are as many as threads
+        try:
+            for _ in range(2):
+                try:
+                    worker.connection.send(block)
+                    result = worker.connection.recv()
+                except (EOFError, OSError):
+                    worker = self._replace(worker)
+                    continue
+                if isinstance(result, Exception):
+                    raise result
+                return result
+        finally:
+            self._idle.put(worker)
+        raise UserError(
+            f"a worker was killed twice on {block.key} at byte {block.offset} (out of memory?): "
+            "lower --workers, or look at the lines there"
+        )
+
+    def _replace(self, dead: Worker) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise CancelledError
+            dead.process.join()
+            dead.connection.close()
+            self._workers.remove(dead)
+            self._workers.append(self._fork())
+            return self._workers[-1]
+
+    def _fork(self) -> Worker:
+        """Start a worker; never two at once, or one would hold the other's pipe open."""
+        context = get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=serve_blocks, args=(self._encoder, theirs, os.getpid()), daemon=True
+        )
+        # Until it has its own handlers a worker would run ours, and may swallow a signal in them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        theirs.close()
+        return Worker(process, ours)

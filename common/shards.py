@@ -134,7 +134,7 @@ def partition(
     shards: list[list[InputRange]] = [[] for _ in range(num_shards)]
     offset = 0
     for entry in entries:
-        cuts = [start - offset for start in starts if 0 < start - offset < entry.size]
+        cuts = sorted({start - offset for start in starts if 0 < start - offset < entry.size})
         if entry.key in whole:
             cuts = []
         for start, end in zip([0, *cuts], [*cuts, entry.size], strict=True):

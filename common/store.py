@@ -8,6 +8,7 @@ Body reads are outside botocore's retries, so they are retried here, by range.
 
 import argparse
 import contextlib
+import glob
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import boto3
 import boto3.exceptions
@@ -97,14 +98,22 @@ class LocalStore:
         self.uri, self._root = uri, Path(uri)
 
     def list(self, prefix: str = "") -> list[Entry]:
+        if self._root.is_file():
+            raise UserError(f"{self.uri}: is a file; give the folder that holds it")
         entries = []
-        for folder, _, names in os.walk(self._root):
+        for folder, _, names in os.walk(self._root, onerror=_unreadable):
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self._root).as_posix()
                 if name.startswith(TEMPORARY) or not key.startswith(prefix):
                     continue
-                facts = path.stat()
+                try:
+                    key.encode()
+                    facts = path.stat()
+                except UnicodeEncodeError as error:
+                    raise UserError(f"{key!r}: a file name must be UTF-8; rename it") from error
+                except OSError as error:
+                    _unreadable(error)
                 entries.append(Entry(key, facts.st_size, str(facts.st_mtime_ns)))
         return sorted(entries, key=lambda entry: entry.key)
 
@@ -146,10 +155,15 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _replacing(self, path: Path) -> Iterator[Path]:
-        # Named after its machine and its goal, so that a rerun takes over what a killed run left.
-        temporary = path.with_name(f"{TEMPORARY}{platform.node()}-{path.name}")
+        # Named after machine and process, so that a rerun removes what a killed run left there and
+        # runs side by side keep out of each other's way.
+        stem = f"{TEMPORARY}{platform.node()}-"
+        temporary = path.with_name(f"{stem}{os.getpid()}-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(f"{glob.escape(stem)}*-{glob.escape(path.name)}"):
+                if not _is_running(left.name[len(stem) :].partition("-")[0]):
+                    left.unlink(missing_ok=True)
             temporary.touch()
         except OSError as error:
             raise UserError(f"{path.parent}: cannot write there ({error.strerror})") from error
@@ -192,12 +206,18 @@ class S3Store:
                     read_timeout=60,
                 )
                 session = boto3.session.Session()
-                self._made = session.client(
-                    "s3",
-                    endpoint_url=self._endpoint_url,
-                    region_name=session.region_name or "us-east-1",
-                    config=config,
-                )
+                try:
+                    self._made = session.client(
+                        "s3",
+                        endpoint_url=self._endpoint_url,
+                        region_name=session.region_name or "us-east-1",
+                        config=config,
+                    )
+                except ValueError as error:
+                    raise UserError(
+                        f"{self.uri}: {error}; --endpoint-url (or AWS_ENDPOINT_URL) must be such "
+                        "as http://host:port"
+                    ) from error
                 self._client_pid = os.getpid()
             return self._made
 
@@ -267,10 +287,13 @@ class S3Store:
         )
 
     def download(self, key: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._call(
-            lambda: self._client.download_file(self._bucket, self._prefix + key, str(path)), key
-        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._call(
+                lambda: self._client.download_file(self._bucket, self._prefix + key, str(path)), key
+            )
+        except OSError as error:
+            raise UserError(f"{path}: cannot write it ({error.strerror})") from error
 
     def delete(self, key: str) -> None:
         self._call(
@@ -329,6 +352,20 @@ class S3Store:
 
 class _CutBody(Exception):
     """A body ended before its announced length."""
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise UserError(f"{error.filename}: cannot read it ({error.strerror})") from error
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _changed(uri: str, key: str) -> str:

@@ -37,7 +37,7 @@ TOKENIZE_FLAGS = (
 EXTRACT_FLAGS = "--layers 0,1,2"
 TRAIN_FLAGS = (
     "--layers 0,1,2 --draft-layers 2 --block-size 8 --sliding-window 0 --gamma 4 "
-    "--pack-length 256 --global-batch 8 --anchor-ratio 0.2 --learning-rate 4e-3 --epochs 100 "
+    "--pack-length 256 --global-batch 8 --anchor-ratio 0.125 --learning-rate 4e-3 --epochs 100 "
     "--max-steps 250 --eval-fraction 0.1 --eval-rows 48 --eval-every 50 --save-every 100 "
     "--log-every 25"
 )

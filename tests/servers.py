@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -32,7 +33,7 @@ class S3Server:
             "AWS_REGION": "us-east-1",
         }
 
-    def client(self):
+    def client(self) -> Any:
         return boto3.client(
             "s3",
             endpoint_url=self.endpoint_url,
@@ -87,7 +88,7 @@ def moto() -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def rclone(tmp_path_factory) -> Iterator[S3Server]:
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     port = free_port()
     with serving(rclone_command(port, tmp_path_factory.mktemp("rclone")), port) as server:
         yield server

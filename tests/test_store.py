@@ -1,6 +1,8 @@
 """One interface over folders and two real S3 servers; mistakes in a line or two."""
 
+import contextlib
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,44 @@ def test_keys_are_opaque(store, name):
     assert store.read(name) == b"x"
 
 
+def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(UserError, match="give the folder"):
+        open_store(str(tmp_path / "a.jsonl")).list()
+    (tmp_path / "gone.jsonl").symlink_to("/nonexistent")
+    with pytest.raises(UserError, match=r"gone.jsonl: cannot read"):
+        open_store(str(tmp_path)).list()
+    (tmp_path / "gone.jsonl").unlink()
+    (tmp_path / os.fsdecode(b"\xff.jsonl")).touch()
+    with pytest.raises(UserError, match="UTF-8"):
+        open_store(str(tmp_path)).list()
+
+
+def test_a_write_removes_what_a_killed_process_left_and_nothing_of_a_live_one(tmp_path):
+    stem = f".tmp-{platform.node()}"
+    dead, live = tmp_path / f"{stem}-999999999-k", tmp_path / f"{stem}-{os.getppid()}-k"
+    dead.touch(), live.touch()
+    open_store(str(tmp_path)).write("k", b"x")
+    assert {path.name for path in tmp_path.iterdir()} == {"k", live.name}
+
+
+def test_processes_that_write_one_key_at_once_do_not_meet(tmp_path):
+    store = open_store(str(tmp_path))
+    children = []
+    for _ in range(4):
+        children.append(os.fork())
+        if children[-1] == 0:
+            failed = 1
+            with contextlib.suppress(Exception):
+                for _ in range(100):
+                    store.write("plan.json", b"x" * 1000)
+                    store.check_writable()
+                failed = 0
+            os._exit(failed)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0, 0]
+    assert [(entry.key, entry.size) for entry in store.list()] == [("plan.json", 1000)]
+
+
 def test_listing_goes_past_one_page(moto, credentials):
     moto.make_bucket("pages")
     store = open_store("s3://pages/in", endpoint_url=moto.endpoint_url)
@@ -125,6 +165,7 @@ def test_mistakes_name_their_cause(moto, rclone, credentials, monkeypatch, tmp_p
     assert "no such bucket" in message("s3://nowhere/x", moto.endpoint_url)
     dead = f"http://127.0.0.1:{free_port()}"
     assert "--endpoint-url" in message("s3://bucket/x", dead)
+    assert "http://host:port" in message("s3://bucket/x", "127.0.0.1:9000")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     assert "credentials" in message("s3://bucket/x", rclone.endpoint_url)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

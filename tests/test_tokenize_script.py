@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -123,6 +124,8 @@ def test_rows_rejects_and_records_are_right(inputs, tmp_path, tokenizer):
             assert reject["line"] in (5, 10, None)
     for text in ("samples", "330", "rejected", "cut_line", "loss tokens"):
         assert text in result.stdout
+    for text in ("shards=3/3 samples=330 tokens=", " loss=", " samples/s=", " tokens/s="):
+        assert text in result.stderr
     (run_json,) = (tmp_path / "out/runs").iterdir()
     assert json.loads(run_json.read_bytes())["counts"]["rows"] == 330
 
@@ -150,9 +153,11 @@ def test_a_killed_run_leaves_whole_shards_and_a_rerun_the_same_bytes(tmp_path, t
     out = tmp_path / "out"
     command = [
         *SCRIPT, "--input", source, "--output", out, "--tokenizer", tokenizer, *FLAGS,
-        "--num-shards", "8",
+        "--num-shards", "8", "--work-dir", tmp_path / "work",
     ]  # fmt: skip
-    for blow in (signal.SIGKILL, signal.SIGTERM):
+    (tmp_path / "work").mkdir()
+    codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+    for blow, expected in codes.items():
         process = subprocess.Popen(
             list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -162,8 +167,12 @@ def test_a_killed_run_leaves_whole_shards_and_a_rerun_the_same_bytes(tmp_path, t
             time.sleep(0.01)
         process.send_signal(blow)
         code = process.wait(timeout=30)
-        assert code == (143 if blow == signal.SIGTERM else -9), process.stderr.read()
+        said = process.stderr.read().decode()
+        assert code == expected and "Traceback" not in said, said
+        assert (blow == signal.SIGKILL) != ("committed shards are kept" in said)
         assert not list(out.glob("state.json"))
+        assert len(list((tmp_path / "work").iterdir())) == (1 if blow == signal.SIGKILL else 0)
+        time.sleep(2.5 if blow == signal.SIGKILL else 0)  # orphaned workers notice within a second
     for record in out.glob("shard-*.json"):
         assert record.read_bytes() == (tmp_path / "calm" / record.name).read_bytes()
     result = tokenize(source, out, tokenizer, "--num-shards", "8")
@@ -263,7 +272,8 @@ def test_another_plan_is_refused_with_its_differences_and_overwrite_replaces(
 ):
     out = tmp_path / "out"
     tokenize(inputs, out, tokenizer, "--num-shards", "5")
-    (out / "mine.txt").write_text("keep me")
+    for name in ("mine.txt", "shard-notes.json"):
+        (out / name).write_text("keep me")
     before = contents(out)
     flags = ("--input", inputs, "--output", out, "--tokenizer", tokenizer, *FLAGS)
     refused = run_script(*flags, "--num-shards", "2", "--max-length", "64")
@@ -271,7 +281,7 @@ def test_another_plan_is_refused_with_its_differences_and_overwrite_replaces(
     assert "max_length: 4096 -> 64" in refused.stderr and "--overwrite" in refused.stderr
     assert contents(out) == before
     tokenize(inputs, out, tokenizer, "--num-shards", "2", "--max-length", "64", "--overwrite")
-    assert (out / "mine.txt").exists()
+    assert (out / "mine.txt").exists() and (out / "shard-notes.json").exists()
     assert len(list(out.glob("shard-*.arrow"))) == 2
 
 
@@ -315,7 +325,9 @@ def test_mistakes_are_one_or_two_lines(inputs, tmp_path, tokenizer, moto, rclone
         ({"--shards": "0:99"}, 2, "--shards", None),
         ({"--shards": "3"}, 2, "--shards", None),
         ({"--workers": "0"}, 2, "--workers", None),
+        ({"--output": inputs / "deep"}, 2, "lies inside --input", None),
         ({"--max-reject-rate": "0.001"}, 1, "--max-reject-rate", None),
+        ({"--max-reject-rate": "0.001"}, 1, "--max-reject-rate", None),  # a rerun is no cure
     ]
     for changes, code, message, environment in cases:
         flags = [item for pair in {**good, **changes}.items() for item in pair]
@@ -324,6 +336,20 @@ def test_mistakes_are_one_or_two_lines(inputs, tmp_path, tokenizer, moto, rclone
         assert "Traceback" not in result.stderr
         last = "\n".join(result.stderr.strip().splitlines()[-2:])
         assert message in last, (changes, result.stderr)
+
+
+def test_a_full_disk_is_one_line(inputs, tmp_path, tokenizer):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    flags = ("--input", inputs, "--output", tmp_path / "out", "--tokenizer", tokenizer, *FLAGS)
+    result = run_script(*flags, preexec_fn=small_files)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "--work-dir" in result.stderr.splitlines()[-1]
+    with (inputs / "huge.jsonl").open("wb") as file:
+        file.truncate(10**13)
+    result = run_script(*flags[:2], "--output", tmp_path / "other", *flags[4:], "--num-shards", "1")
+    assert result.returncode == 1 and "10.0TB; name a larger disk" in result.stderr
 
 
 def test_shards_are_plain_arrow_streams(inputs, tmp_path, tokenizer):
