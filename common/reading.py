@@ -138,8 +138,7 @@ class Reading:
             self._put(error)
 
     def _put(self, item: Block | Exception | None) -> bool:
-        # A signal can end the main thread anywhere, so `stopped` alone is not enough.
-        while not self._stopped.is_set() and threading.main_thread().is_alive():
+        while not self._stopped.is_set():
             with contextlib.suppress(queue.Full):
                 self._queue.put(item, timeout=0.5)
                 return True

@@ -1,8 +1,9 @@
 """A program for torchrun: the gradients of one step on a fixed global batch of four packs.
 
-    gradients.py TARGET MICRO_BATCH OUTPUT
+    gradients.py TARGET OUTPUT MICRO_BATCH [MICRO_BATCH ...]
 
-Rank 0 saves {"loss": ..., name: gradient} with the full gradients, before clipping.
+For each size of micro-batch rank 0 saves OUTPUT-SIZE.safetensors: {"loss": ..., name: gradient}
+with the full gradients, before clipping.
 """
 
 import sys
@@ -40,7 +41,7 @@ def make_pack(lengths: tuple[int, ...], generator: np.random.Generator) -> Packe
     return PackedRows(ids, mask, documents, positions, tuple(lists))
 
 
-def main(target_folder: str, micro_batch: int, output: str) -> None:
+def main(target_folder: str, output: str, sizes: list[int]) -> None:
     torch.set_num_threads(1)
     with dist.start("cpu") as world:
         target = Target.load(
@@ -60,18 +61,23 @@ def main(target_folder: str, micro_batch: int, output: str) -> None:
         mine = packs[share * world.rank : share * (world.rank + 1)]
         taps = [ask(hidden_states, pack) for pack in mine]
         ready = ReadyStep(None, share * world.rank, tuple(mine), tuple(taps))
-        batches = micro_batches(
-            ready, config, step=1, seed=0, size=micro_batch, num_anchors=16, gamma=4.0,
-            device=world.device,
-        )  # fmt: skip
-        sums = accumulate_gradients(drafter, config, ends, batches, attention="sdpa", world=world)
-        found = {"loss": torch.tensor(sums.loss)}
-        for name, parameter in drafter.named_parameters():
-            gradient = parameter.grad
-            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        if world.is_main:
-            save_file({key: value.contiguous() for key, value in found.items()}, output)
+        for size in sizes:
+            drafter.zero_grad()
+            batches = micro_batches(
+                ready, config, step=1, seed=0, size=size, num_anchors=16, gamma=4.0,
+                device=world.device,
+            )  # fmt: skip
+            sums = accumulate_gradients(
+                drafter, config, ends, batches, attention="sdpa", world=world
+            )
+            found = {"loss": torch.tensor(sums.loss)}
+            for name, parameter in drafter.named_parameters():
+                gradient = parameter.grad
+                full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[name] = full.contiguous()
+            if world.is_main:
+                save_file(found, f"{output}-{size}.safetensors")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], sys.argv[2], [int(size) for size in sys.argv[3:]])

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+import extract_hidden_online
 from common.run import UserError
 from common.target import Target
 from common.wire import ColocatedHiddenStates, ServedHiddenStates, describe
+from tests.servers import free_port
 from tests.tiny_models import tiny_target
 
 ROOT = Path(__file__).parent.parent
@@ -62,24 +64,28 @@ def requests(count=12):
 
 def colocated(target_folder):
     target = Target.load(
-        target_folder, layers=LAYERS, dtype=torch.float32, device=torch.device("cpu")
+        target_folder, layers=LAYERS, dtype=torch.float32, device=torch.device("cpu"), final=True
     )
-    return ColocatedHiddenStates(target, max_tokens_per_request=4096)
+    return ColocatedHiddenStates(target, max_tokens_per_request=300)
 
 
-def test_served_hidden_states_are_the_colocated_ones_to_the_bit(target_folder):
+@pytest.fixture(scope="module")
+def address(target_folder):
+    """A server that lives through this file, with the last states and a bound of 300 tokens."""
+    with serving(target_folder, "--final", "--max-tokens-per-request", "300") as process:
+        yield process.stdout.readline().strip()
+
+
+def test_served_hidden_states_are_the_colocated_ones_to_the_bit(target_folder, address):
     own = colocated(target_folder)
-    with serving(target_folder, "--max-tokens-per-request", "4096") as process:
-        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
-        assert served.description == own.description
-        answers = [served.submit(request) for request in requests()]
-        for request, answer in zip(requests(), answers, strict=True):
-            got = answer.result(timeout=60).hidden
-            assert got.dtype == torch.bfloat16
-            assert torch.equal(got, own.submit(request).result().hidden)
-        served.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 143
+    served = ServedHiddenStates([address], connect_timeout_s=60)
+    assert served.description == own.description
+    answers = [served.submit(request) for request in requests()]
+    for request, answer in zip(requests(), answers, strict=True):
+        got = answer.result(timeout=60).hidden
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, own.submit(request).result().hidden)
+    served.close()
 
 
 def test_a_killed_server_loses_no_request(target_folder):
@@ -119,31 +125,30 @@ def test_requests_fail_with_the_address_when_every_server_stays_away(target_fold
     served.close()
 
 
-def test_a_bad_request_gets_an_error_and_the_stream_lives_on(target_folder):
+def test_a_bad_request_gets_an_error_and_the_stream_lives_on(address):
     good = requests(1)[0]
-    with serving(target_folder, "--max-tokens-per-request", "300") as process:
-        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
-        for bad, message in [
-            ([np.array([5, 128], np.int32)], "token id 128"),
-            ([np.array([], np.int32), good[0]], "at least one token"),
-            ([np.zeros(301, np.int32)], "--max-tokens-per-request"),
-        ]:
-            with pytest.raises(UserError, match=message):
-                served.submit(bad).result(timeout=60)
-            assert served.submit(good).result(timeout=60).hidden.shape[1] == 3 * 64
-        with pytest.raises(UserError, match="no final states"):
-            served.submit(good, final=True).result(timeout=60)
-        served.close()
+    served = ServedHiddenStates([address], connect_timeout_s=60)
+    for bad, message in [
+        ([np.array([5, 128], np.int32)], "token id 128"),
+        ([np.array([], np.int32), good[0]], "at least one token"),
+        ([np.zeros(301, np.int32)], "--max-tokens-per-request"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            served.submit(bad).result(timeout=60)
+        assert served.submit(good).result(timeout=60).hidden.shape[1] == 3 * 64
+    served.close()
 
 
-def test_final_states_come_when_the_server_has_them(target_folder):
-    with serving(target_folder, "--final") as process:
-        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
-        request = requests(1)[0]
-        taps = served.submit(request, final=True).result(timeout=60)
-        assert taps.final.shape == (sum(map(len, request)), 64)
-        assert served.submit(request).result(timeout=60).final is None
-        served.close()
+def test_final_states_come_when_asked_for_and_served(target_folder, address):
+    served = ServedHiddenStates([address], connect_timeout_s=60)
+    request = requests(1)[0]
+    taps = served.submit(request, final=True).result(timeout=60)
+    assert taps.final.shape == (sum(map(len, request)), 64)
+    assert torch.equal(
+        taps.final, colocated(target_folder).submit(request, final=True).result().final
+    )
+    assert served.submit(request).result(timeout=60).final is None
+    served.close()
 
 
 def test_a_token_is_asked_for_and_checked(target_folder, tmp_path):
@@ -156,6 +161,10 @@ def test_a_token_is_asked_for_and_checked(target_folder, tmp_path):
             describe(address, token="wrong")
         with pytest.raises(UserError, match="--token-file"):
             describe(address)
+        served = ServedHiddenStates([address], token="open sesame", connect_timeout_s=60)
+        with pytest.raises(UserError, match="no final states"):
+            served.submit(requests(1)[0], final=True).result(timeout=60)
+        served.close()
 
 
 def test_one_server_a_device(target_folder):
@@ -170,40 +179,41 @@ def test_one_server_a_device(target_folder):
                 describe(address)
 
 
-def test_ping_and_check(target_folder):
-    with serving(target_folder) as process:
-        address = process.stdout.readline().strip()
-        found = run_script("--ping", address)
-        assert found.returncode == 0
-        assert json.loads(found.stdout)["layers"] == [0, 1, 2]
-    lost = run_script("--ping", address)
-    assert lost.returncode == 1 and address in lost.stderr
+def test_ping_and_check(target_folder, address):
+    found = run_script("--ping", address)
+    assert found.returncode == 0
+    assert json.loads(found.stdout)["layers"] == [0, 1, 2]
+    dead = f"127.0.0.1:{free_port()}"
+    lost = run_script("--ping", dead)
+    assert lost.returncode == 1 and dead in lost.stderr and len(lost.stderr.splitlines()) == 1
     checked = run_script("--target", target_folder, "--layers", "0,1,2", "--check")
     assert checked.returncode == 0 and "0,1,2" in checked.stdout
 
 
-def test_mistakes_are_one_or_two_lines(target_folder, tmp_path):
+def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
+    before = signal.getsignal(signal.SIGTERM)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        layer = ("--target", target_folder, "--layers", "0")
         cases = [
-            (["--target", str(tmp_path), "--layers", "0"], 1, "config.json"),
-            (["--target", target_folder, "--layers", "3"], 1, "last layer"),
-            (["--target", target_folder], 1, "--layers"),
-            (
-                ["--target", target_folder, "--layers", "0", "--listen", f"127.0.0.1:{port}"],
-                1,
-                "--listen",
-            ),
-            (["--target", target_folder, "--listen", "0.0.0.0:0"], 2, "--token-file"),
-            (["--target", target_folder, "--listen", "8815"], 2, "HOST:PORT"),
-            (["--target", target_folder, "--devices", "tpu:9"], 2, "--devices"),
-            ([], 2, "--target"),
+            (("--target", str(tmp_path), "--layers", "0"), 1, "config.json"),
+            (("--target", target_folder, "--layers", "3"), 1, "last layer"),
+            (("--target", target_folder), 1, "--layers"),
+            ((*layer, "--listen", f"127.0.0.1:{port}"), 1, "--listen"),
+            ((*layer, "--token-file", str(tmp_path / "none")), 1, "No such file"),
+            (("--target", target_folder, "--listen", "0.0.0.0:0"), 2, "--token-file"),
+            (("--target", target_folder, "--listen", "8815"), 2, "HOST:PORT"),
+            (("--target", target_folder, "--devices", "tpu:9"), 2, "--devices"),
+            ((), 2, "--target"),
         ]
         for flags, code, message in cases:
-            result = run_script(*flags)
-            assert result.returncode == code, (flags, result.stderr)
-            last = result.stderr.strip().splitlines()[-1]
-            assert message in last and "Traceback" not in result.stderr, (flags, result.stderr)
+            with pytest.raises((UserError, SystemExit)) as caught:
+                extract_hidden_online.main(list(flags))
+            error = caught.value
+            text = str(error) if isinstance(error, UserError) else capsys.readouterr().err
+            assert (error.exit_code if isinstance(error, UserError) else error.code) == code
+            assert message in text.splitlines()[-1], (flags, text)
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_interrupt_ends_with_130(target_folder):
