@@ -14,10 +14,10 @@ demo: .venv/ready
 	@.venv/bin/python -m demo.run
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	.venv/bin/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 --dist loadgroup -m slow
+	.venv/bin/python -m pytest -q -n 2 -m slow
 
 clean:
 	rm -rf .demo .cache

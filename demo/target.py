@@ -4,6 +4,7 @@ Three Gated DeltaNet layers and one of full attention, 0.2 M parameters, charact
 CPU thread trains it in about a minute; it is kept in a folder named after this recipe.
 """
 
+import fcntl
 import hashlib
 import logging
 import math
@@ -32,9 +33,12 @@ def target_folder(root: Path, log: logging.Logger) -> Path:
     files = (__file__, tokenizer.__file__, tasks.__file__)
     recipe = b"".join(Path(file).read_bytes() for file in files)
     folder = root / f"target-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    if not (folder / "model.safetensors").exists():
-        tokenizer.build(folder)
-        train_target(ChatTokenizer.load(str(folder)), log).save_pretrained(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits and finds it done
+        if not (folder / "model.safetensors").exists():
+            tokenizer.build(folder)
+            train_target(ChatTokenizer.load(str(folder)), log).save_pretrained(folder)
     return folder
 
 

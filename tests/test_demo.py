@@ -25,12 +25,11 @@ from demo.tasks import make_task
 from tests.tiny_run import ROOT
 
 LOG = logging.getLogger("test-demo")
-pytestmark = pytest.mark.xdist_group("demo")  # one worker trains the target, not two
 
 
 @pytest.fixture(scope="module")
 def target():
-    """The demo's target; trained once, in about a minute, and kept as `make demo` keeps it."""
+    """The demo's target; trained once, in about a minute, and kept where `make demo` keeps it."""
     torch.set_num_threads(1)
     return target_folder(WORK, LOG)
 
