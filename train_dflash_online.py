@@ -631,7 +631,12 @@ def train(
             evaluate_now(setup, drafter, state, log, journal)
         except run.UserError as error:
             failure, finished = error, False
-    if finished or state.saved != state.step:
+    if state.step == 0 and finished:
+        raise run.UserError(
+            f"nothing to train on: every row in {args.data} is held out (--eval-fraction "
+            f"{args.eval_fraction}), or there is none"
+        )
+    if state.step > 0 and (finished or state.saved != state.step):
         save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
     if failure is not None:
         raise failure

@@ -292,6 +292,7 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
         (data, target, ("--draft-config", str(tmp_path / "void/x")), 1, "--draft-config"),
         (data, tmp_path / "void", (), 1, "--target"),
         (none, target, (), 1, "--mask-token"),
+        (data, target, ("--eval-fraction", "1"), 1, "--eval-fraction"),
         (tmp_path / "void", target, ("--shard-timeout", "0.1"), 1, "plan.json"),
         (data, target, ("--hidden-states", dead, "--server-timeout", "1"), 1, dead),
         ("s3://x/y", target, ("--endpoint-url", f"http://{dead}"), 1, "--endpoint-url"),
