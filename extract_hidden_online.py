@@ -29,7 +29,7 @@ import torch
 
 from common import run
 from common.target import Target, default_target_layers, target_facts
-from common.wire import ColocatedHiddenStates, HiddenStateServer, describe
+from common.wire import ColocatedHiddenStates, HiddenStateServer, describe, read_secret
 
 REPORT_EVERY_S = 10.0
 
@@ -144,15 +144,6 @@ class Meter:
         )
 
 
-def read_secret(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise run.UserError(f"{path}: {error.strerror}") from error
-
-
 def serve(args: argparse.Namespace, log: Any) -> int:
     """Serve one device until SIGTERM or Ctrl-C."""
     began = time.monotonic()
@@ -167,7 +158,7 @@ def serve(args: argparse.Namespace, log: Any) -> int:
         server = HiddenStateServer(
             f"{scheme}://{args.host}:{args.port}",
             hidden_states,
-            token=token.decode().strip() if token else None,
+            token=token,
             tls_certificates=[(certificate, key)] if certificate and key else [],
             on_request=meter.add,
         )
@@ -218,10 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     if args.ping:
-        token = read_secret(args.token_file)
         have = describe(
             args.ping,
-            token=token.decode().strip() if token else None,
+            token=read_secret(args.token_file),
             tls_root_certs=read_secret(args.tls_cert),
         )
         print(json.dumps(json.loads(have.to_json()), indent=2))

@@ -17,6 +17,7 @@ Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
 """
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ from common.target import (
     read_embedding_and_head,
     target_facts,
 )
-from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates
+from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates, read_secret
 
 ADAM_BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
@@ -256,15 +257,10 @@ def open_hidden_states(
             args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
         )
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
-    try:
-        token = args.token_file.read_text().strip() if args.token_file else None
-        certificates = args.tls_root_certs.read_bytes() if args.tls_root_certs else None
-    except OSError as error:
-        raise run.UserError(f"{error.filename}: {error.strerror}") from error
     return ServedHiddenStates(
         args.hidden_states.split(","),
-        token=token,
-        tls_root_certs=certificates,
+        token=read_secret(args.token_file),
+        tls_root_certs=read_secret(args.tls_root_certs),
         connect_timeout_s=args.server_timeout,
         on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
     )
@@ -575,7 +571,10 @@ def train(
     journal: Journal | None,
     log: Any,
 ) -> bool:
-    """Step until the data or --max-steps end: True; False when a stop request came first."""
+    """Step until the data or --max-steps end: True; False when a stop request came first.
+
+    Raises the UserError that ended it, with the steps so far saved.
+    """
     args, world = setup.args, setup.world
     feed = StepFeed(
         step_stream(setup, stop, log).steps(state.cursor),
@@ -584,23 +583,57 @@ def train(
         rank=world.rank,
         depth=1 if args.hidden_states == "colocated" else args.prefetch,
     )
-    bar = run.Progress(log, total=state.horizon, unit="step") if world.is_main else None
+    with contextlib.closing(feed):
+        at_end, failure = take_steps(
+            setup, drafter, optimizer, state, feed, stop=stop, journal=journal, log=log
+        )
+    finished = world.sum([float(not at_end)])[0] == 0
+    if finished and args.eval_rows and state.evaluated != state.step:
+        try:
+            evaluate_now(setup, drafter, state, log, journal)
+        except run.UserError as error:
+            failure, finished = error, False
+    if state.step == 0 and finished:
+        raise run.UserError(
+            f"nothing to train on: every row in {args.data} is held out (--eval-fraction "
+            f"{args.eval_fraction}), or there is none"
+        )
+    if state.step > 0 and (finished or state.saved != state.step):
+        save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
+    if failure is not None:
+        raise failure
+    return finished
+
+
+def take_steps(
+    setup: Setup,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: RunState,
+    feed: StepFeed,
+    *,
+    stop: StopRequest,
+    journal: Journal | None,
+    log: Any,
+) -> tuple[bool, run.UserError | None]:
+    """The training loop. Whether this rank came to the end, and what it failed on if it did."""
+    args, failure = setup.args, None
+    bar = run.Progress(log, total=state.horizon, unit="step") if journal is not None else None
     if bar is not None:
         bar.start_at(state.step)
-    failure: run.UserError | None = None
     while True:
-        ready = None
+        ready, asked = None, time.monotonic()
         try:
             if args.eval_rows and state.step % args.eval_every == 0:
                 evaluate_now(setup, drafter, state, log, journal)
-            asked = time.monotonic()
+                asked = time.monotonic()
             if args.max_steps is None or state.step < args.max_steps:
                 ready = feed.next(lambda: stop.signum is not None)
         except run.UserError as error:  # a shard or a server that did not come: save, then say so
             failure = error
         except Stopped:
             pass  # the shards' thread saw the stop request first
-        if not world.agree(ready is not None):
+        if not setup.world.agree(ready is not None):
             break
         assert ready is not None
         state.step += 1
@@ -621,26 +654,9 @@ def train(
                 log.info(step_line(entry, state.horizon))
         if state.step % args.save_every == 0:
             save_checkpoint(setup, drafter, optimizer, state, log, finished=False)
-    feed.close()
     if bar is not None:
         bar.close()
-    cut_short = ready is not None or stop.signum is not None or failure is not None
-    finished = world.sum([float(cut_short)])[0] == 0
-    if finished and args.eval_rows and state.evaluated != state.step:
-        try:
-            evaluate_now(setup, drafter, state, log, journal)
-        except run.UserError as error:
-            failure, finished = error, False
-    if state.step == 0 and finished:
-        raise run.UserError(
-            f"nothing to train on: every row in {args.data} is held out (--eval-fraction "
-            f"{args.eval_fraction}), or there is none"
-        )
-    if state.step > 0 and (finished or state.saved != state.step):
-        save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
-    if failure is not None:
-        raise failure
-    return finished
+    return ready is None and stop.signum is None and failure is None, failure
 
 
 def step_stream(setup: Setup, stop: StopRequest, log: Any) -> StepStream:
@@ -687,7 +703,13 @@ def step_line(entry: Mapping[str, Any], horizon: int) -> str:
 # ---- start and end
 
 
-def prepare(args: argparse.Namespace, world: dist.World, log: Any, stop: StopRequest) -> Setup:
+def prepare(
+    args: argparse.Namespace,
+    world: dist.World,
+    log: Any,
+    stop: StopRequest,
+    closing: contextlib.ExitStack,
+) -> Setup:
     """Open the data and the hidden states, check that they belong together, settle the shape."""
     if args.global_batch % (world.size * args.micro_batch):
         raise run.UsageError(
@@ -698,6 +720,7 @@ def prepare(args: argparse.Namespace, world: dist.World, log: Any, stop: StopReq
     dataset = open_dataset(args, log, stop)
     config = drafter_config(args, dataset.plan.settings["mask_token_id"])
     hidden_states = open_hidden_states(args, world.device, log, stop)
+    closing.callback(hidden_states.close)
     check_parts(args, hidden_states, dataset.plan)
     if isinstance(hidden_states, ColocatedHiddenStates):
         target = hidden_states.target
@@ -794,8 +817,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_file=args.output / "train.log" if world.is_main else None,
         )
         try:
-            with locked(args.output, is_main=world.is_main):
-                return run_training(args, world, log, stop, started=started, began=began)
+            with locked(args.output, is_main=world.is_main), contextlib.ExitStack() as closing:
+                return run_training(
+                    args, world, log, stop, started=started, began=began, closing=closing
+                )
         except Stopped:
             return stop.exit_code
 
@@ -808,12 +833,13 @@ def run_training(
     *,
     started: str,
     began: float,
+    closing: contextlib.ExitStack,
 ) -> int:
-    """Prepare, resume, train, export, tell."""
+    """Prepare, resume, train, export, tell. What has to be closed at the end goes on `closing`."""
     if world.is_main:
         run.print_settings(log, vars(args))
     resumed = find_resume(args)
-    setup = prepare(args, world, log, stop)
+    setup = prepare(args, world, log, stop, closing)
     previous = previous_settings(args, resumed)
     if previous is not None:
         refuse_changes(args, previous, setup.settings)
@@ -828,14 +854,13 @@ def run_training(
     if world.is_main:
         write_run_json(setup, started=started, counts={"step": state.step})
         journal = Journal(args.output, resume_step=state.step)
+        closing.callback(journal.close)
         log.info(f"starting step={state.step} horizon={state.horizon} resumed={resumed}")
     finished = train(setup, drafter, optimizer, state, stop=stop, journal=journal, log=log)
     if finished:
         checkpoint.export(args.output / "export", model=drafter, config=setup.config, world=world)
-    setup.hidden_states.close()
     if journal is not None:
         journal.draw_curves()
-        journal.close()
         write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})
         wall = ("wall time", run.format_duration(time.monotonic() - began))
         run.print_table("Training", [*summary_rows(setup, state, parameters), wall])

@@ -28,7 +28,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_TERMINATED if self.signum == signal.SIGTERM else EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_TERMINATED
 
 
 class Stopped(Exception):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,7 +125,7 @@ class HiddenStateServer(flight.FlightServerBase):
         location: str,
         hidden_states: ColocatedHiddenStates,
         *,
-        token: str | None,
+        token: bytes | None,
         tls_certificates: Sequence[tuple[bytes, bytes]],
         on_request: Callable[[int], None],
     ) -> None:
@@ -170,8 +171,8 @@ class HiddenStateServer(flight.FlightServerBase):
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
+    def __init__(self, token: bytes) -> None:
+        self._expected = f"Bearer {token.decode()}"
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
         if self._expected not in headers.get("authorization", []):
@@ -246,7 +247,7 @@ class ServedHiddenStates:
         self,
         addresses: Sequence[str],
         *,
-        token: str | None = None,
+        token: bytes | None = None,
         tls_root_certs: bytes | None = None,
         connect_timeout_s: float = 300.0,
         on_wait: Callable[[float], None] | None = None,
@@ -345,12 +346,22 @@ class ServedHiddenStates:
                 return
 
 
+def read_secret(path: Path | None) -> bytes | None:
+    """The bytes of a token or certificate file; None without one. Raises UserError."""
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().strip()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+
+
 class ServerUnavailable(UserError):
     """Nothing answers at an address (yet)."""
 
 
 def describe(
-    address: str, *, token: str | None = None, tls_root_certs: bytes | None = None
+    address: str, *, token: bytes | None = None, tls_root_certs: bytes | None = None
 ) -> Description:
     """Ask a server what it serves. Raises ServerUnavailable or UserError, one line each."""
     try:
@@ -364,7 +375,9 @@ def describe(
     return Description.from_json(results[0].body.to_pybytes())
 
 
-def _connect(address: str, token: str | None, tls_root_certs: bytes | None) -> flight.FlightClient:
+def _connect(
+    address: str, token: bytes | None, tls_root_certs: bytes | None
+) -> flight.FlightClient:
     if "://" not in address:
         address = f"{'grpc+tls' if tls_root_certs else 'grpc'}://{address}"
     options: dict[str, Any] = {"tls_root_certs": tls_root_certs} if tls_root_certs else {}
@@ -377,7 +390,7 @@ def _connect(address: str, token: str | None, tls_root_certs: bytes | None) -> f
 
 
 class _TokenSender(flight.ClientMiddlewareFactory):
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: bytes) -> None:
         self._token = token
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
@@ -385,9 +398,9 @@ class _TokenSender(flight.ClientMiddlewareFactory):
 
 
 class _TokenHeader(flight.ClientMiddleware):
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: bytes) -> None:
         super().__init__()
-        self._token = token
+        self._token = token.decode()
 
     def sending_headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self._token}"}

@@ -156,12 +156,12 @@ def test_a_token_is_asked_for_and_checked(target_folder, tmp_path):
     secret.write_text("open sesame\n")
     with serving(target_folder, "--token-file", str(secret)) as process:
         address = process.stdout.readline().strip()
-        assert describe(address, token="open sesame").layers == LAYERS
+        assert describe(address, token=b"open sesame").layers == LAYERS
         with pytest.raises(UserError, match="--token-file"):
-            describe(address, token="wrong")
+            describe(address, token=b"wrong")
         with pytest.raises(UserError, match="--token-file"):
             describe(address)
-        served = ServedHiddenStates([address], token="open sesame", connect_timeout_s=60)
+        served = ServedHiddenStates([address], token=b"open sesame", connect_timeout_s=60)
         with pytest.raises(UserError, match="no final states"):
             served.submit(requests(1)[0], final=True).result(timeout=60)
         served.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train_dflash_online
 from common.drafter import Drafter, DrafterConfig
@@ -48,8 +49,24 @@ def calm_run(parts):
     return root / "calm", result
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def read_checkpoint(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """The newest checkpoint's float32 weights and optimizer moments, by name."""
+    name = (run / "checkpoints/latest").read_text().strip()
+    dcp_to_torch_save(run / "checkpoints" / name, scratch / "whole.pt")
+    whole = torch.load(scratch / "whole.pt", weights_only=True)
+    tensors = {f"model.{key}": value for key, value in whole["model"].items()}
+    for key, moments in whole["optimizer"]["state"].items():
+        tensors |= {f"{key}.{name}": value for name, value in moments.items()}
+    return tensors
+
+
+def assert_same_run(one: Path, other: Path, scratch: Path) -> None:
+    """The same metrics, and the same weights, moments and export to the bit."""
     assert comparable(one) == comparable(other)
+    want, got = (read_checkpoint(run, scratch) for run in (one, other))
+    assert want.keys() == got.keys() and len(want) > 50
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key
     for name in ("model.safetensors", "config.json"):
         assert (one / "export" / name).read_bytes() == (other / "export" / name).read_bytes()
 
@@ -72,7 +89,7 @@ def test_a_run_leaves_what_the_readme_says(calm_run):
     assert "INFO train: step=1/6 loss=" in result.stderr
 
 
-def test_the_export_has_the_engines_names_and_loads_back(calm_run):
+def test_the_export_has_the_engines_names_and_the_trained_weights(calm_run, tmp_path):
     output, _ = calm_run
     config = DrafterConfig.from_json(json.loads((output / "export/config.json").read_bytes()))
     drafter = Drafter(config)
@@ -80,6 +97,9 @@ def test_the_export_has_the_engines_names_and_loads_back(calm_run):
     assert set(tensors) == {name for name, _ in drafter.named_parameters()}
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     drafter.load_state_dict(tensors)
+    trained = read_checkpoint(output, tmp_path)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, trained[f"model.{name}"].to(torch.bfloat16)), name
 
 
 def test_a_killed_run_resumes_to_the_bit(parts, calm_run, tmp_path):
@@ -94,10 +114,10 @@ def test_a_killed_run_resumes_to_the_bit(parts, calm_run, tmp_path):
     resumed = train(data, target, tmp_path / "run", *flags)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed=" in resumed.stderr and "step-0000000" in resumed.stderr
-    assert_same_run(tmp_path / "run", calm_run[0])
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
     again = train(data, target, tmp_path / "run", *flags)
     assert again.returncode == 0 and "nothing to do" in again.stderr
-    assert_same_run(tmp_path / "run", calm_run[0])
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -118,7 +138,7 @@ def test_a_stopped_run_saves_its_step_and_resumes_to_the_bit(
     assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1
     resumed = train(data, target, tmp_path / "run", *flags[:2])
     assert resumed.returncode == 0, resumed.stderr
-    assert_same_run(tmp_path / "run", calm_run[0])
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
 def test_the_newest_whole_checkpoint_counts(parts, calm_run, tmp_path):
@@ -131,7 +151,7 @@ def test_the_newest_whole_checkpoint_counts(parts, calm_run, tmp_path):
     resumed = train(data, target, run, *flags)
     assert resumed.returncode == 0, resumed.stderr
     assert "step=4 " in resumed.stderr and "step-00000004" in resumed.stderr
-    assert_same_run(run, calm_run[0])
+    assert_same_run(run, calm_run[0], tmp_path)
 
 
 def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
@@ -141,7 +161,7 @@ def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
         address = server.stdout.readline().strip()
         result = train(data, target, tmp_path / "run", *flags, "--hidden-states", address)
         assert result.returncode == 0, result.stderr
-    assert_same_run(tmp_path / "run", calm_run[0])
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
 @pytest.mark.parametrize("split", ["1 rank x 4 packs", "2 ranks x 2 packs"])
@@ -219,7 +239,7 @@ def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, ca
             threading.Thread(target=tokenize_shards, args=("1:3",)).start()
     assert process.wait(timeout=60) == 0, "".join(seen)
     assert any("waiting for='shard 1'" in text for text in seen)
-    assert_same_run(tmp_path / "run", calm_run[0])
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
 def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path):
