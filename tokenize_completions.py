@@ -73,6 +73,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_store_arguments(group)
     group = parser.add_argument_group("tokens and masks")
     group.add_argument("--tokenizer", required=True, help="the target's folder or hub id")
+    group.add_argument(
+        "--turns",
+        choices=("last", "all"),
+        default="last",
+        help="of a conversation, the last assistant turn or a row for each",
+    )
     group.add_argument("--max-length", type=run.positive_int, default=4096, help="tokens a row")
     group.add_argument(
         "--min-loss-tokens", type=run.positive_int, default=16, help="a row with fewer is rejected"
@@ -177,6 +183,7 @@ def make_plan(
             "num_shards": num_shards,
             "preserve_thinking": args.preserve_thinking,
             "thinking": args.thinking,
+            "turns": args.turns,
             "vocab_size": tokenizer.vocab_size,
         },
         tokenizer_sha256=tokenizer.tokenizer_sha256,
@@ -566,7 +573,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             no_reasoning=args.no_reasoning,
             mask_token_id=plan.settings["mask_token_id"],
         )
-        encoder, seen = Encoder(tokenizer, settings, spool), Totals()
+        encoder, seen = (
+            Encoder(tokenizer, settings, prompts=spool, all_turns=args.turns == "all"),
+            Totals(),
+        )
         try:
             with contextlib.closing(WorkerPool(encoder, args.workers)) as workers:
                 written = tokenize(job, todo, workers, seen)

@@ -69,9 +69,15 @@ class Encoder:
     """What every worker shares: made once, before the workers are forked."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, settings: EncodeSettings, prompts: Path | None
+        self,
+        tokenizer: ChatTokenizer,
+        settings: EncodeSettings,
+        *,
+        prompts: Path | None,
+        all_turns: bool,
     ) -> None:
-        self._tokenizer, self._settings, self._prompts = tokenizer, settings, prompts
+        self._tokenizer, self._settings = tokenizer, settings
+        self._prompts, self._all_turns = prompts, all_turns
         self._database: sqlite3.Connection | None = None
 
     def __call__(self, block: Block) -> EncodedBlock:
@@ -84,6 +90,7 @@ class Encoder:
                 line + b"\n" if ended else line,
                 fallback_id=f"{block.key}@{offset}",
                 prompts=self._look_up if self._prompts else None,
+                all_turns=self._all_turns,
             )
             for row in found:
                 try:

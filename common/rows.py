@@ -8,7 +8,7 @@ Told apart line by line, so one file may mix them:
 - SGLang's /generate (text, meta_info) with its prompt or messages beside it
 - messages or conversations (role/content or from/value) that end in an assistant turn
 - prompt + completion, strings or lists of messages
-One row a completion; of a conversation the last assistant turn. Reasoning may stand in
+One row a completion; of a conversation the last assistant turn, or each. Reasoning may stand in
 reasoning_content, reasoning, thinking or thought, or inline before </think>.
 """
 
@@ -105,12 +105,13 @@ class Row:
 
 
 def parse_line(
-    line: bytes, *, fallback_id: str, prompts: PromptLookup | None = None
+    line: bytes, *, fallback_id: str, prompts: PromptLookup | None = None, all_turns: bool = False
 ) -> list[Row | Reject]:
     """The rows of one line (with its newline, where it had one), in the order of its choices.
 
     Never raises for what a line may hold: what cannot be used comes back as a Reject. A blank line
-    gives nothing. `prompts` finds the request of a custom_id.
+    gives nothing. `prompts` finds the request of a custom_id. With `all_turns` every assistant turn
+    of a conversation is a row of its own, its history the messages before it.
     """
     if not line.strip():
         return []
@@ -121,11 +122,11 @@ def parse_line(
     row_id = _row_id(record, fallback_id)
     results: list[Row | Reject] = []
     try:
-        found = list(_completions(record, prompts))
+        found = list(_completions(record, prompts, all_turns))
     except RowRejected as error:
         return [Reject(row_id, error.reason, str(error))]
-    for number, build in enumerate(found):
-        own_id = row_id if len(found) == 1 else f"{row_id}#{number}"
+    for suffix, build in found:
+        own_id = row_id + suffix
         try:
             row = build(own_id)
             if doubtful:
@@ -201,12 +202,12 @@ def _row_id(record: Mapping[str, Any], fallback_id: str) -> str:
 
 
 def _completions(
-    record: dict[str, Any], prompts: PromptLookup | None
-) -> Iterator[Callable[[str], Row]]:
-    """A builder (row id -> Row) for each completion of the record. Raises RowRejected."""
+    record: dict[str, Any], prompts: PromptLookup | None, all_turns: bool
+) -> Iterator[tuple[str, Callable[[str], Row]]]:
+    """For each completion its id's suffix and a builder (row id -> Row). Raises RowRejected."""
     _refuse_failed(record)
     if "loss_mask" in record:
-        yield functools.partial(_ready_ids, record)
+        yield "", functools.partial(_ready_ids, record)
         return
     answer = _answer(record)
     request = _request(record, prompts)
@@ -214,18 +215,38 @@ def _completions(
     if choices is not None:
         if not isinstance(choices, list) or not choices:
             raise RowRejected("request_failed", "the answer has no choices")
-        for choice in choices:
+        for number, choice in enumerate(choices):
             if not isinstance(choice, dict):
                 raise RowRejected("request_failed", "a choice is not an object")
-            yield functools.partial(_from_choice, choice, record, request)
+            suffix = f"#{number}" if len(choices) > 1 else ""
+            yield suffix, functools.partial(_from_choice, choice, record, request)
     elif "output_ids" in record or "meta_info" in record:
-        yield functools.partial(_from_choice, record, record, request)
+        yield "", functools.partial(_from_choice, record, record, request)
     elif "messages" in record or "conversations" in record:
-        yield functools.partial(_from_conversation, record, request)
+        messages: Any = record.get("messages", record.get("conversations"))
+        ends = _assistant_turns(messages) if all_turns else []
+        for turn, end in enumerate(ends):
+            part = {**record, "messages": messages[: end + 1]}
+            if end + 1 < len(messages):  # what the conversation went on after was finished
+                part.pop("finish_reason", None)
+            yield f"/{turn}", functools.partial(_from_conversation, part, request)
+        if not ends:
+            yield "", functools.partial(_from_conversation, record, request)
     elif "prompt" in record and "completion" in record:
-        yield functools.partial(_from_prompt, record, request)
+        yield "", functools.partial(_from_prompt, record, request)
     else:
         raise RowRejected("no_messages", f"no known layout in the keys {sorted(record)[:12]}")
+
+
+def _assistant_turns(messages: Any) -> list[int]:
+    """Where a conversation's assistant turns are."""
+    if not isinstance(messages, list):
+        return []
+    return [
+        index
+        for index, message in enumerate(messages)
+        if isinstance(message, dict) and _role(message) == "assistant"
+    ]
 
 
 def _refuse_failed(record: Mapping[str, Any]) -> None:

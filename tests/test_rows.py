@@ -83,6 +83,26 @@ def test_choices_are_numbered_and_fail_one_by_one():
     assert isinstance(second, Reject) and second.reason == "no_assistant"
 
 
+def test_every_turn_of_a_conversation_on_request():
+    first, second = {**ANSWER, "content": "first"}, {**ANSWER, "content": "second"}
+    talk = [*QUESTION, first, {"role": "user", "content": "and then?"}, second]
+    for name in ("messages", "conversations"):
+        record = {"id": "r", name: talk, "finish_reason": "length"}
+        assert only(record).completion.content == "second"
+        one, two = parse(record, all_turns=True)
+        assert (one.id, two.id) == ("r/0", "r/1")
+        assert one.prompt == QUESTION and one.completion.content == "first"
+        assert [message["content"] for message in two.prompt] == ["one", "first", "and then?"]
+        assert two.prompt[1]["reasoning_content"] == "three"
+        assert (one.finished, two.finished) == (True, False)
+    unanswered = {"messages": talk[:3]}
+    assert [row.id for row in parse(unanswered, all_turns=True)] == ["file@7/0"]
+    assert only(unanswered).reason == "no_assistant"
+    assert only({"messages": QUESTION}, all_turns=True).reason == "no_assistant"
+    choices = {"messages": QUESTION, "choices": [{"message": ANSWER}]}
+    assert only(choices, all_turns=True).id == "file@7"
+
+
 def test_ids_come_from_the_line_or_its_place():
     assert only({"messages": [*QUESTION, ANSWER]}).id == "file@7"
     assert only({"id": 3, "messages": [*QUESTION, ANSWER]}).id == "3"

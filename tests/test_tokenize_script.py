@@ -297,6 +297,28 @@ def test_a_damaged_input_fails_the_run_after_the_others(inputs, tmp_path, tokeni
     assert not (out / "state.json").exists()
 
 
+def test_every_turn_can_be_a_row_and_the_plan_remembers_it(tmp_path, tokenizer):
+    source, talk = tmp_path / "in", []
+    source.mkdir()
+    for number in range(3):
+        talk.append({"role": "user", "content": f"question {number}"})
+        turn = {"role": "assistant", "content": f"answer {number}", "reasoning": "hm"}
+        talk.append(turn)
+    (source / "a.jsonl").write_text(json.dumps({"id": "talk", "messages": talk}) + "\n")
+    tokenize(source, tmp_path / "out", tokenizer, "--turns", "all")
+    rows = datasets.load_from_disk(str(tmp_path / "out"))
+    assert rows["id"][:] == ["talk/0", "talk/1", "talk/2"]
+    chat = ChatTokenizer.load(tokenizer)
+    for number, row in enumerate(rows):
+        kept = [i for i, flag in zip(row["input_ids"], row["loss_mask"], strict=True) if flag]
+        assert chat.decode(kept) == f"hm\n</think>\n\nanswer {number}<|im_end|>"
+        assert chat.decode(row["input_ids"]).count("answer") == number + 1
+    refused = run_script(
+        "--input", source, "--output", tmp_path / "out", "--tokenizer", tokenizer, *FLAGS
+    )
+    assert refused.returncode == 1 and "turns: all -> last" in refused.stderr
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(inputs, tmp_path, tokenizer):
     result = run_script(
         "--input", inputs, "--output", tmp_path / "out", "--tokenizer", tokenizer,
