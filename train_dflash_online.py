@@ -870,4 +870,4 @@ def run_training(
 
 
 if __name__ == "__main__":
-    run.exit_with(main)
+    run.exit_with(main, skip_teardown=True)

@@ -352,8 +352,14 @@ def raise_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def exit_with(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
-    """Run `main` and exit with its code; a UserError becomes its text on stderr, no traceback."""
+def exit_with(
+    main: Callable[[Sequence[str] | None], int], *, skip_teardown: bool = False
+) -> NoReturn:
+    """Run `main` and exit with its code; a UserError becomes its text on stderr, no traceback.
+
+    `skip_teardown` leaves the interpreter's own end out: it aborts a process whose background
+    threads are inside C++ code just then (Arrow, torch).
+    """
     debug = "--debug" in sys.argv[1:]
     try:
         code = main(None)
@@ -373,4 +379,7 @@ def exit_with(main: Callable[[Sequence[str] | None], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.stdout.flush()
+    if skip_teardown:
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
