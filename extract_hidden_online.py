@@ -16,6 +16,8 @@ Exit codes: 0 done, 1 failed, 2 usage, 143 after SIGTERM, 130 after Ctrl-C.
 import argparse
 import ipaddress
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -32,6 +34,7 @@ from common.target import Target, default_target_layers, target_facts
 from common.wire import ColocatedHiddenStates, HiddenStateServer, describe, read_secret
 
 REPORT_EVERY_S = 10.0
+GRACE_S = 10.0  # for the requests at hand when the server is told to stop
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -146,13 +149,13 @@ class Meter:
 
 def serve(args: argparse.Namespace, log: Any) -> int:
     """Serve one device until SIGTERM or Ctrl-C."""
-    began = time.monotonic()
+    began, started = time.monotonic(), run.utc_now()
+    token, certificate, key = map(read_secret, (args.token_file, args.tls_cert, args.tls_key))
     target = load_target(args, args.devices[0])
     hidden_states = ColocatedHiddenStates(
         target, max_tokens_per_request=args.max_tokens_per_request
     )
     meter = Meter(log)
-    token, certificate, key = map(read_secret, (args.token_file, args.tls_cert, args.tls_key))
     scheme = "grpc+tls" if certificate else "grpc"
     try:
         server = HiddenStateServer(
@@ -165,26 +168,43 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise run.UserError(f"--listen {args.listen}: cannot bind there ({reason})") from error
-    try:
-        log.info(f"serving {hidden_states.description.to_json().decode()}")
-        print(f"{args.host}:{server.port}", flush=True)
-        # Flight's own wait does not wake for Python's signal handlers, and signal.pause() may miss
-        # a signal that comes just before it
-        while True:
-            time.sleep(0.2)
-    finally:
-        server.shutdown()
-        run.print_table(
-            "Hidden states served",
-            [
-                ("target", args.target),
-                ("device", args.devices[0]),
-                ("requests", f"{meter.requests:,}"),
-                ("tokens", run.format_count(meter.tokens)),
-                ("time", run.format_duration(time.monotonic() - began)),
-            ],
-            file=sys.stderr,
-        )
+    received: list[int] = []  # later signals change nothing: the end is bounded by GRACE_S
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, frame: received.append(number))
+    log.info(f"serving {hidden_states.description.to_json().decode()}")
+    print(f"{args.host}:{server.port}", flush=True)
+    # Flight's own wait does not wake for Python's signal handlers, and signal.pause() may miss a
+    # signal that comes just before it
+    while not received:
+        time.sleep(0.2)
+    ended = server.stop(grace_s=GRACE_S)
+    summarize(args, meter, log, started=started, wall_s=time.monotonic() - began)
+    code = run.EXIT_INTERRUPTED if received[0] == signal.SIGINT else run.EXIT_TERMINATED
+    if not ended:
+        # a trainer holds a stream open: the interpreter's own end would wait for it for ever
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def summarize(
+    args: argparse.Namespace, meter: Meter, log: Any, *, started: str, wall_s: float
+) -> None:
+    """The facts of run.json as one line, since there is no output to put it beside; the table."""
+    counts = {"requests": meter.requests, "tokens": meter.tokens}
+    facts = run.run_facts(settings=vars(args), started=started, counts=counts)
+    log.info(f"run {json.dumps(facts, sort_keys=True)}")
+    run.print_table(
+        "Hidden states served",
+        [
+            ("target", args.target),
+            ("device", args.devices[0]),
+            ("requests", f"{meter.requests:,}"),
+            ("tokens", run.format_count(meter.tokens)),
+            ("time", run.format_duration(wall_s)),
+        ],
+        file=sys.stderr,
+    )
 
 
 def serve_devices(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -222,11 +242,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     run.print_settings(log, vars(args))
     if args.check:
-        target = load_target(args, args.devices[0])
-        target.check()
-        print(
-            f"ok: the taps of layers {','.join(map(str, target.layers))} are hidden_states[i + 1]"
-        )
+        for device in args.devices:
+            target = load_target(args, device)
+            target.check()
+            layers = ",".join(map(str, target.layers))
+            print(f"ok: {device}: the taps of layers {layers} are hidden_states[i + 1]")
         return 0
     if len(args.devices) > 1:
         return serve_devices(args, argv)

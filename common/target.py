@@ -23,6 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
 
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
 FINGERPRINT_BYTES = 4096  # of each tensor
 GROUP_SPREAD = 0.5  # documents share a forward when the shortest has this share of the longest
 
@@ -293,15 +299,15 @@ def read_embedding_and_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's embedding and head, (V, H) each, straight from its safetensors files.
 
-    Tied ones are one tensor, returned twice. Raises UserError when they cannot be found.
+    Tied ones are one tensor, returned twice; like transformers, a head of its own in the files wins
+    over a config that says tied. Raises UserError when they cannot be found.
     """
     folder = _local_folder(path)
     names = _tensor_files(folder)
-    embedding_name = next((n for n in names if n.endswith("embed_tokens.weight")), None)
-    head_name = next(
-        (n for n in names if n == "lm_head.weight" or n.endswith(".lm_head.weight")), None
-    )
-    tied = AutoConfig.from_pretrained(path).tie_word_embeddings
+    embedding_name = next((name for name in EMBEDDING_NAMES if name in names), None)
+    head_name = next((name for name in HEAD_NAMES if name in names), None)
+    # the text model's own word: a composite config need not repeat it
+    tied = AutoConfig.from_pretrained(path).get_text_config().tie_word_embeddings
     if embedding_name is None or (head_name is None and not tied):
         raise UserError(f"--target {path}: no embed_tokens.weight or lm_head.weight in its files")
 
@@ -310,7 +316,10 @@ def read_embedding_and_head(
             return file.get_tensor(name).to(device=device, dtype=dtype)
 
     embedding = read(embedding_name)
-    return embedding, embedding if tied or head_name is None else read(head_name)
+    if head_name is None:
+        return embedding, embedding
+    head = read(head_name)
+    return embedding, embedding if tied and torch.equal(head, embedding) else head
 
 
 def _local_folder(path: str) -> Path:

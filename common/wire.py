@@ -11,6 +11,7 @@ served and colocated hidden states are the same bits on the same kind of device.
 """
 
 import dataclasses
+import hmac
 import json
 import queue
 import threading
@@ -131,9 +132,12 @@ class HiddenStateServer(flight.FlightServerBase):
     ) -> None:
         self._hidden_states, self._on_request = hidden_states, on_request
         self._device_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._idle = threading.Condition()
+        self._num_busy = 0
         super().__init__(
             location,
-            middleware={"token": _TokenCheck(token)} if token else None,
+            middleware=None if token is None else {"token": _TokenCheck(token)},
             tls_certificates=list(tls_certificates),
         )
 
@@ -145,6 +149,21 @@ class HiddenStateServer(flight.FlightServerBase):
             raise flight.FlightServerError(f"unknown action {action.type!r}; there is: describe")
         yield flight.Result(self._hidden_states.description.to_json())
 
+    def stop(self, *, grace_s: float) -> bool:
+        """Take no new requests, finish those at hand; whether all streams ended in that time.
+
+        Flight waits for the streams that clients hold open, busy or not, and has no way to end
+        them: on False only the end of the process does.
+        """
+        deadline = time.monotonic() + grace_s
+        self._closing.set()
+        ending = threading.Thread(target=self.shutdown, daemon=True)
+        ending.start()
+        with self._idle:
+            self._idle.wait_for(lambda: self._num_busy == 0, timeout=grace_s)
+        ending.join(timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        return not ending.is_alive()
+
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         final = _read_command(descriptor)
         writer.begin(_answer_schema(self._hidden_states.description, final=final))
@@ -153,29 +172,49 @@ class HiddenStateServer(flight.FlightServerBase):
                 chunk = reader.read_chunk()
             except StopIteration:
                 return
-            metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata else b""
-            request_id = metadata.decode(errors="replace")
+            with self._idle:
+                if self._closing.is_set():
+                    return  # unanswered: the client asks another server
+                self._num_busy += 1
             try:
-                documents = _read_documents(chunk.data)
-                with self._device_lock:  # one forward at a time; answers may travel meanwhile
-                    taps = self._hidden_states.compute(documents, final=final)
-                    taps = Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu())
-            except (ValueError, pa.ArrowInvalid, torch.cuda.OutOfMemoryError) as error:
-                message = {"id": request_id, "error": str(error)}
-                writer.write_metadata(json.dumps(message).encode())
-                continue
-            for batch in _answer_batches(taps):
-                writer.write_with_metadata(batch, metadata)
-            writer.write_metadata(json.dumps({"id": request_id, "end": True}).encode())
-            self._on_request(len(taps.hidden))
+                self._answer(chunk, writer, final=final)
+            finally:
+                with self._idle:
+                    self._num_busy -= 1
+                    self._idle.notify_all()
+
+    def _answer(self, chunk: Any, writer: Any, *, final: bool) -> None:
+        metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata else b""
+        request_id = metadata.decode(errors="replace")
+        try:
+            documents = _read_documents(chunk.data)
+            with self._device_lock:  # one forward at a time; answers may travel meanwhile
+                taps = self._hidden_states.compute(documents, final=final)
+                taps = Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu())
+        except (ValueError, pa.ArrowInvalid, torch.cuda.OutOfMemoryError) as error:
+            message = {"id": request_id, "error": str(error)}
+            writer.write_metadata(json.dumps(message).encode())
+            return
+        for batch in _answer_batches(taps):
+            writer.write_with_metadata(batch, metadata)
+        writer.write_metadata(json.dumps({"id": request_id, "end": True}).encode())
+        self._on_request(len(taps.hidden))
+
+
+def _bearer(token: bytes) -> str:
+    # an empty token would let everybody in, and others do not fit into an HTTP header
+    if not token or not all(0x20 <= byte < 0x7F for byte in token):
+        raise UserError("--token-file: must hold one line of printable ASCII")
+    return f"Bearer {token.decode()}"
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
     def __init__(self, token: bytes) -> None:
-        self._expected = f"Bearer {token.decode()}"
+        self._expected = _bearer(token).encode()
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
-        if self._expected not in headers.get("authorization", []):
+        given = [value.encode() for value in headers.get("authorization", [])]
+        if not any(hmac.compare_digest(self._expected, value) for value in given):
             raise flight.FlightUnauthenticatedError("wrong or missing token (--token-file)")
 
 
@@ -234,13 +273,15 @@ class _Request:
     documents: Sequence[np.ndarray]
     final: bool
     answer: Future[Taps]
+    failed_at: float | None = None  # when a server first failed on it, in time.monotonic()
 
 
 class ServedHiddenStates:
     """Hidden states from servers: a request goes to a free one, and to another if that one dies.
 
     Raises UserError when no server answers within `connect_timeout_s`, or servers differ. Later, a
-    request fails with UserError when every server has been gone for that long.
+    request fails with UserError when every server has been gone for that long, or when servers that
+    can be reached have failed on it for that long.
     """
 
     def __init__(
@@ -258,6 +299,7 @@ class ServedHiddenStates:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._down_since: dict[int, float] = {}
+        self._differing: str | None = None  # set once, and the end of every request from then on
         self.description = self._first_description(on_wait)
         self._num_workers = STREAMS_PER_SERVER * len(self._addresses)
         self._workers = []
@@ -272,6 +314,8 @@ class ServedHiddenStates:
     def submit(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Future[Taps]:
         request = _Request(documents, final, Future())
         self._requests.put(request)
+        if self._differing is not None:
+            self._fail_all(self._differing)
         return request.answer
 
     def close(self) -> None:
@@ -308,9 +352,23 @@ class ServedHiddenStates:
                     request.answer.set_result(stream.ask(request))
                 except RequestRefused as error:
                     request.answer.set_exception(error)
-                except (pa.ArrowException, OSError, EOFError, StopIteration):
-                    self._requests.put(request)  # the server died; another one, or it again
+                except (pa.ArrowException, OSError, EOFError, StopIteration) as error:
+                    self._ask_again(request, address, error)
                     stream = None
+            self._closed.wait(RETRY_S)  # a server that fails at once must not be asked in a loop
+
+    def _ask_again(self, request: _Request, address: str, error: BaseException) -> None:
+        """The server died, or failed: another one, or the same again, until the time is over."""
+        now = time.monotonic()
+        if request.failed_at is None:
+            request.failed_at = now
+        if now - request.failed_at < self._timeout_s:
+            self._requests.put(request)
+            return
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        request.answer.set_exception(
+            UserError(f"{address} cannot answer, tried for {self._timeout_s:.0f} s: {reason}")
+        )
 
     def _open(self, number: int, address: str) -> "_Stream | None":
         while not self._closed.is_set():
@@ -319,7 +377,8 @@ class ServedHiddenStates:
                 if dataclasses.replace(have, max_tokens_per_request=0) != dataclasses.replace(
                     self.description, max_tokens_per_request=0
                 ):
-                    self._fail_all(f"{address} serves {have}, the others {self.description}")
+                    self._differing = f"{address} serves {have}, the others {self.description}"
+                    self._fail_all(self._differing)
                     return None
                 with self._lock:
                     self._down_since.pop(number, None)
@@ -351,9 +410,12 @@ def read_secret(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes().strip()
+        secret = path.read_bytes().strip()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+    if not secret:
+        raise UserError(f"{path}: is empty")
+    return secret
 
 
 class ServerUnavailable(UserError):
@@ -391,19 +453,19 @@ def _connect(
 
 class _TokenSender(flight.ClientMiddlewareFactory):
     def __init__(self, token: bytes) -> None:
-        self._token = token
+        self._header = {"authorization": _bearer(token)}
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
-        return _TokenHeader(self._token)
+        return _TokenHeader(self._header)
 
 
 class _TokenHeader(flight.ClientMiddleware):
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, header: dict[str, str]) -> None:
         super().__init__()
-        self._token = token.decode()
+        self._header = header
 
     def sending_headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._token}"}
+        return self._header
 
 
 class _Stream:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -31,9 +30,9 @@ def target_folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running(*flags):
-    """A server process; yields (process, addresses as it printed them)."""
-    process = subprocess.Popen([*SCRIPT, *flags], stdout=subprocess.PIPE, text=True)
+def running(*flags, stderr=None):
+    """A server process; its addresses are lines of `process.stdout`."""
+    process = subprocess.Popen([*SCRIPT, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield process
     finally:
@@ -41,10 +40,9 @@ def running(*flags):
         process.wait()
 
 
-def serving(target_folder, *flags, port=0):
-    return running(
-        "--target", target_folder, "--layers", "0,1,2", "--listen", f"127.0.0.1:{port}", *flags
-    )
+def serving(target_folder, *flags, port=0, stderr=None):
+    listen = ("--listen", f"127.0.0.1:{port}")
+    return running("--target", target_folder, "--layers", "0,1,2", *listen, *flags, stderr=stderr)
 
 
 def run_script(*flags):
@@ -172,8 +170,12 @@ def test_one_server_a_device(target_folder):
         addresses = {process.stdout.readline().strip() for _ in range(2)}
         assert len(addresses) == 2
         assert {describe(address).hidden_size for address in addresses} == {64}
+        served = ServedHiddenStates(list(addresses), connect_timeout_s=60)
+        for request in requests(8):
+            served.submit(request).result(timeout=60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
+        served.close()
         for address in addresses:
             with pytest.raises(UserError):
                 describe(address)
@@ -186,12 +188,17 @@ def test_ping_and_check(target_folder, address):
     dead = f"127.0.0.1:{free_port()}"
     lost = run_script("--ping", dead)
     assert lost.returncode == 1 and dead in lost.stderr and len(lost.stderr.splitlines()) == 1
-    checked = run_script("--target", target_folder, "--layers", "0,1,2", "--check")
-    assert checked.returncode == 0 and "0,1,2" in checked.stdout
+    checked = run_script(
+        "--target", target_folder, "--layers", "0,1,2", "--check", "--devices", "cpu,cpu"
+    )
+    assert checked.returncode == 0
+    assert [line.count("0,1,2") for line in checked.stdout.splitlines()] == [1, 1]
 
 
 def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
     before = signal.getsignal(signal.SIGTERM)
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         layer = ("--target", target_folder, "--layers", "0")
@@ -201,6 +208,7 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
             (("--target", target_folder), 1, "--layers"),
             ((*layer, "--listen", f"127.0.0.1:{port}"), 1, "--listen"),
             ((*layer, "--token-file", str(tmp_path / "none")), 1, "No such file"),
+            ((*layer, "--token-file", str(empty)), 1, "is empty"),
             (("--target", target_folder, "--listen", "0.0.0.0:0"), 2, "--token-file"),
             (("--target", target_folder, "--listen", "8815"), 2, "HOST:PORT"),
             (("--target", target_folder, "--devices", "tpu:9"), 2, "--devices"),
@@ -216,8 +224,19 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
     signal.signal(signal.SIGTERM, before)
 
 
-def test_interrupt_ends_with_130(target_folder):
-    with serving(target_folder) as process:
-        process.stdout.readline()
-        os.kill(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 130
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_whose_trainer_stays(target_folder, tmp_path, signum, code):
+    (request,) = requests(1)
+    with (tmp_path / "log").open("w") as log, serving(target_folder, stderr=log) as process:
+        served = ServedHiddenStates([process.stdout.readline().strip()], connect_timeout_s=60)
+        served.submit(request).result(timeout=60)
+        for _ in range(2):  # the second one, of an impatient person, changes nothing
+            process.send_signal(signum)
+        assert process.wait(timeout=30) == code
+        served.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    (line,) = [line for line in lines if " INFO extract: run " in line]
+    facts = json.loads(line.split(" run ", 1)[1])
+    assert facts["counts"] == {"requests": 1, "tokens": sum(map(len, request))}
+    assert facts["settings"]["layers"] == list(LAYERS) and "torch" in facts["packages"]
+    assert not any("Traceback" in line for line in lines)

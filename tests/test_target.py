@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from common.run import UserError
@@ -138,15 +139,53 @@ def test_embedding_and_head_come_from_the_files(tmp_path, tied):
     assert (embedding is head) == tied
 
 
-def test_facts_read_the_text_config_of_a_composite_model(tmp_path):
-    path = tiny_target(tmp_path / "t")
+def composite(path, folder):
+    """The same weights under the names and the config of a model that can also see."""
+    folder.mkdir()
     text = json.loads((path / "config.json").read_bytes())
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole/config.json").write_text(
-        json.dumps({"model_type": "qwen3_5", "text_config": text})
-    )
-    facts = target_facts(str(tmp_path / "whole"))
-    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (4, 64, 128)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    tensors["mtp.embed_tokens.weight"] = torch.zeros(128, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_composite_checkpoint_is_its_text_model(tmp_path, tied):
+    path = tiny_target(tmp_path / "text", num_layers=8, tied=tied)
+    whole = composite(path, tmp_path / "whole")
+    facts = target_facts(whole)
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (8, 64, 128)
+    one, other = load(str(path)), load(whole)
+    assert torch.equal(one.forward(documents(40)).hidden, other.forward(documents(40)).hidden)
+    assert one.fingerprint == other.fingerprint
+    want = read_embedding_and_head(str(path), dtype=torch.float32, device=CPU)
+    got = read_embedding_and_head(whole, dtype=torch.float32, device=CPU)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert (got[0] is got[1]) == tied
+
+
+def test_a_head_of_its_own_wins_over_a_config_that_says_tied(tmp_path):
+    path = tiny_target(tmp_path / "t", tied=True)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(128, 64)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    _, head = read_embedding_and_head(str(path), dtype=torch.float32, device=CPU)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert torch.equal(head, model.get_output_embeddings().weight)
+
+
+def test_embedding_and_head_are_found_in_sharded_files(tmp_path):
+    path = tiny_target(tmp_path / "t")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    got = read_embedding_and_head(str(tmp_path / "sharded"), dtype=torch.float32, device=CPU)
+    assert torch.equal(got[0], model.get_input_embeddings().weight)
+    assert torch.equal(got[1], model.get_output_embeddings().weight)
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path):
