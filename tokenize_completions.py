@@ -16,7 +16,6 @@ Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTE
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import json
 import math
@@ -40,6 +39,7 @@ import numpy as np
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings
 from common.encoding import EncodedBlock, Encoder, WorkerPool, spool_prompts
+from common.lifetime import file_lock
 from common.reading import Block, Reading, find_compressed, pieces, read_blocks
 from common.rows import REASONS, ROW_VERSION
 from common.shards import (
@@ -621,26 +621,18 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
     place = parent or Path(tempfile.gettempdir())
     try:
         for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
-            with contextlib.suppress(OSError), locked(left):  # BlockingIOError: its run lives
+            with contextlib.suppress(OSError), file_lock(left):  # BlockingIOError: its run lives
                 shutil.rmtree(left.parent)
         hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
     except OSError as error:
         raise run.UserError(f"--work-dir {place}: {error.strerror}") from error
     (hidden / LOCK_FILE).touch()
-    with locked(hidden / LOCK_FILE):  # before other runs can find it
+    with file_lock(hidden / LOCK_FILE):  # before other runs can find it
         folder = hidden.rename(place / hidden.name.lstrip("."))
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the file's lock, and so do processes forked meanwhile. Raises BlockingIOError."""
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal, read_metrics
-from common.lifetime import Stopped, StopRequest, Waiting, locked, make_folder
+from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
 from common.schedule import learning_rate, training_horizon
 from common.shards import Plan, Shard, TokenizedDataset
 from common.store import add_store_arguments
@@ -332,7 +332,6 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
                 f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
                 "start the server with the same --target and --layers"
             )
-    longest = plan.settings["max_length"]
     if have.max_tokens_per_request < args.pack_length:
         raise run.UserError(
             f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
@@ -340,7 +339,7 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
         )
     if plan.settings["vocab_size"] > facts.vocab_size:
         raise run.UserError(
-            f"{args.data} uses ids up to {plan.settings['vocab_size'] - 1} (max length {longest}), "
+            f"{args.data} uses ids up to {plan.settings['vocab_size'] - 1}, "
             f"but {args.target} has {facts.vocab_size}: it was tokenized for another target"
         )
 
@@ -487,9 +486,9 @@ def evaluate_now(
     """Evaluate on the first held-out rows of the shards up to the cursor, and write it down."""
     args = setup.args
     seen = state.cursor.position + 1 if state.cursor.epoch == 0 else setup.dataset.num_shards
-    shards = [
+    shards = (
         setup.dataset.wait_for_shard(index, timeout_s=args.shard_timeout) for index in range(seen)
-    ]
+    )
     packs, rows = held_out_packs(
         shards,
         seed=args.seed,
@@ -741,26 +740,27 @@ def prepare(
 
 
 def restore(
-    setup: Setup, drafter: nn.Module, optimizer: torch.optim.Optimizer, path: Path | None
+    setup: Setup,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    resumed: Path | None,
+    old: Mapping[str, Any] | None,
 ) -> RunState:
-    """The state to go on from: a checkpoint's, or a fresh one with its horizon laid down."""
-    plan = setup.dataset.plan
-    if path is None:
-        record = setup.dataset.record(0)
-        assert record is not None
-        args = setup.args
-        horizon = training_horizon(
-            max_steps=args.max_steps,
-            epochs=args.epochs,
-            planned_bytes=plan.planned_bytes,
-            first_shard_bytes=plan.shard_bytes(0),
-            first_shard_tokens=record["tokens"],
-            tokens_per_step=args.global_batch * args.pack_length,
-        )
-        return RunState(0, Cursor(), horizon)
-    old = checkpoint.read_state(path)
-    checkpoint.load(path, model=drafter, optimizer=optimizer)
-    return RunState(old["step"], Cursor(**old["cursor"]), old["horizon"], saved=old["step"])
+    """The state to go on from: a checkpoint's (`old`), or a fresh one with its horizon set."""
+    if resumed is not None and old is not None:
+        checkpoint.load(resumed, model=drafter, optimizer=optimizer)
+        return RunState(old["step"], Cursor(**old["cursor"]), old["horizon"], saved=old["step"])
+    args, plan = setup.args, setup.dataset.plan
+    first_shard = setup.dataset.wait_for_shard(0, timeout_s=args.shard_timeout)
+    horizon = training_horizon(
+        max_steps=args.max_steps,
+        epochs=args.epochs,
+        planned_bytes=plan.planned_bytes,
+        first_shard_bytes=plan.shard_bytes(0),
+        first_shard_tokens=first_shard.record["tokens"],
+        tokens_per_step=args.global_batch * args.pack_length,
+    )
+    return RunState(0, Cursor(), horizon)
 
 
 def write_run_json(setup: Setup, *, started: str, counts: Mapping[str, Any]) -> None:
@@ -769,11 +769,11 @@ def write_run_json(setup: Setup, *, started: str, counts: Mapping[str, Any]) -> 
     run.write_atomic(setup.args.output / "run.json", run.json_bytes(facts))
 
 
-def previous_settings(args: argparse.Namespace, resumed: Path | None) -> dict[str, Any] | None:
-    """The settings of the run that --output holds; None when it holds none."""
-    if resumed is not None:
-        return checkpoint.read_state(resumed)["settings"]
-    path = args.output / "run.json"
+def previous_settings(output: Path, old: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The settings of the run that goes on, or that `output` holds; None when there is none."""
+    if old is not None:
+        return old["settings"]
+    path = output / "run.json"
     return json.loads(path.read_bytes())["training_settings"] if path.exists() else None
 
 
@@ -817,7 +817,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_file=args.output / "train.log" if world.is_main else None,
         )
         try:
-            with locked(args.output, is_main=world.is_main), contextlib.ExitStack() as closing:
+            with (
+                run_folder_lock(args.output, is_main=world.is_main),
+                contextlib.ExitStack() as closing,
+            ):
                 return run_training(
                     args, world, log, stop, started=started, began=began, closing=closing
                 )
@@ -839,17 +842,18 @@ def run_training(
     if world.is_main:
         run.print_settings(log, vars(args))
     resumed = find_resume(args)
+    old = checkpoint.read_state(resumed) if resumed is not None else None
     setup = prepare(args, world, log, stop, closing)
-    previous = previous_settings(args, resumed)
+    previous = previous_settings(args.output, old)
     if previous is not None:
         refuse_changes(args, previous, setup.settings)
     exported = (args.output / "export/config.json").exists()
-    if resumed is not None and checkpoint.read_state(resumed)["finished"] and exported:
+    if old is not None and old["finished"] and exported:
         log.info(f"nothing to do: {resumed} is the end of this run")
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    state = restore(setup, drafter, optimizer, resumed)
+    state = restore(setup, drafter, optimizer, resumed, old)
     journal = None
     if world.is_main:
         write_run_json(setup, started=started, counts={"step": state.step})

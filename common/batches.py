@@ -9,7 +9,7 @@ the whole state of the data.
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -192,9 +192,12 @@ class StepStream:
 
 
 def held_out_packs(
-    shards: Sequence[Shard], *, seed: int, fraction: float, max_rows: int, pack_length: int
+    shards: Iterable[Shard], *, seed: int, fraction: float, max_rows: int, pack_length: int
 ) -> tuple[list[PackedRows], int]:
-    """The first `max_rows` held-out rows of `shards`, in order, in packs; and their number."""
+    """The first `max_rows` held-out rows of `shards`, in order, in packs; and their number.
+
+    Takes no shard more than it needs, so that `shards` may open them on the way.
+    """
     packs = []
     left = max_rows
     for shard in shards:
@@ -212,4 +215,6 @@ def held_out_packs(
             chosen.append(row)
         if chosen:
             packs.append(build_pack(shard, chosen, pack_length=pack_length))
+        if left == 0:
+            break
     return packs, max_rows - left

@@ -8,6 +8,7 @@ reads torchrun's environment.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -38,7 +39,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     _store: Any
-    _heartbeat: "_Heartbeat"
+    _rounds: Iterator[int]  # of votes, from 1
 
     @property
     def is_main(self) -> bool:
@@ -68,7 +69,7 @@ class World:
         if self.size == 1:
             return go
         self._store.add("vote/go" if go else "vote/stop", 1)
-        round_number = self._heartbeat.next_round()
+        round_number = next(self._rounds)
         while True:
             stops = self._store.add("vote/stop", 0)
             if self._store.add("vote/go", 0) + stops >= round_number * self.size:
@@ -97,7 +98,7 @@ def start(device: str) -> Iterator[World]:
     )
     try:
         mesh = init_device_mesh(chosen.type, (size,))
-        world = World(rank, size, chosen, mesh, store, heartbeat)
+        world = World(rank, size, chosen, mesh, store, itertools.count(1))
         _probe(world)
         yield world
         heartbeat.leave()
@@ -155,7 +156,7 @@ class _Heartbeat:
     """Counts up a key of its own every few seconds and watches the keys of the other ranks."""
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
-        self._rank, self._size, self._round = rank, size, 0
+        self._rank, self._size = rank, size
         self._parent = os.getppid()
         self._stopped = threading.Event()
         if size > 1:
@@ -163,10 +164,6 @@ class _Heartbeat:
             self._store = store.clone()
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
-
-    def next_round(self) -> int:
-        self._round += 1
-        return self._round
 
     def leave(self) -> None:
         """Tell the others that this rank ends because its work is done."""

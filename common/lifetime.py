@@ -65,12 +65,20 @@ def make_folder(output: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path, *, is_main: bool) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a file's lock, and so do processes forked meanwhile. Raises BlockingIOError if taken."""
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def run_folder_lock(output: Path, *, is_main: bool) -> Iterator[None]:
     """Hold the run folder: a second trainer there is refused. The lock dies with its process."""
-    with (output / ".lock").open("w") as lock:
+    with contextlib.ExitStack() as held:
         if is_main:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.enter_context(file_lock(output / ".lock"))
             except BlockingIOError as error:
                 raise UserError(
                     f"--output {output}: another trainer is at work there; wait for it, or choose "
