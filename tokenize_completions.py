@@ -17,58 +17,65 @@ Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTE
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import math
-import os
 import re
 import shutil
 import tempfile
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked child of rayon's threads would hang
-
-import numpy as np
-
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings
-from common.encoding import EncodedBlock, Encoder, WorkerPool, spool_prompts
-from common.lifetime import file_lock
-from common.reading import Block, Reading, find_compressed, pieces, read_blocks
-from common.rows import REASONS, ROW_VERSION
-from common.shards import (
-    PLAN_FILE,
-    VERSION,
-    InputRange,
-    Plan,
-    ShardWriter,
-    closing_files,
-    partition,
-    record_key,
-    shard_name,
+from common.encoding import (
+    ENGINE,
+    EncodedBlock,
+    Encoder,
+    ShortcutDiffers,
+    check_surely,
+    encode_surely,
+    read_rows,
+    spool_prompts,
 )
-from common.store import Entry, ObjectMissing, Store, add_store_arguments, open_store
+from common.engines import ENGINES, choose_engine
+from common.lifetime import file_lock
+from common.machine import default_workers
+from common.pipeline import UPLOADS_AHEAD, BlockDone, ShardDone, ShardPipeline
+from common.plan import InputRange, Plan, partition, settle_plan
+from common.preview import print_row
+from common.reading import Block, find_compressed, read_blocks
+from common.rows import REASONS, ROW_VERSION
+from common.s3 import CredentialsExpired, abort_left_uploads
+from common.shards import TokenizedDataset, closing_files, record_key, shard_name
+from common.store import (
+    Entry,
+    ObjectMissing,
+    Store,
+    add_store_arguments,
+    add_store_write_arguments,
+    open_store,
+)
+from common.timing import children_cpu_s, peak_memory_bytes
+from common.workers import WorkerPool
 
 DEFAULT_MASK_TOKEN = "<|audio_start|>"
 SHARD_BYTES = 200_000_000
-READS_AHEAD = 32  # pieces held or on their way: at most 256 MB, and 24 MB a download thread
-UPLOADS_AHEAD = 4
 INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 NO_REASONING_WARNING = 0.01
-LOCK_FILE = ".lock"
-OUR_FILES = re.compile(r"shard-\d{5,}\.(arrow|json)|rejected/shard-\d{5,}\.jsonl")
+LOCK_FILE, UPLOAD_JOURNAL = ".lock", "uploads"
+SAMPLE_BYTES, SAMPLE_FILES = 300_000, 4  # what --dry-run reads
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = run.make_parser((__doc__ or "").format(reasons=", ".join(REASONS)))
     group = parser.add_argument_group("input")
-    group.add_argument("--input", required=True, help="s3://bucket/prefix or a folder")
+    group.add_argument("--input", help="s3://bucket/prefix or a folder")
     group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id")
     add_store_arguments(group)
     group = parser.add_argument_group("tokens and masks")
@@ -80,6 +87,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of a conversation, the last assistant turn or a row for each",
     )
     group.add_argument("--max-length", type=run.positive_int, default=4096, help="tokens a row")
+    group.add_argument(
+        "--too-long",
+        choices=("cut", "reject"),
+        default="cut",
+        help="a longer row: keep its first tokens, or none",
+    )
     group.add_argument(
         "--min-loss-tokens", type=run.positive_int, default=16, help="a row with fewer is rejected"
     )
@@ -103,26 +116,42 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"the drafter's mask token, which no row may hold, or none [{DEFAULT_MASK_TOKEN}]",
     )
     group = parser.add_argument_group("output")
-    group.add_argument("--output", required=True, help="s3://bucket/prefix or a folder")
+    group.add_argument("--output", help="s3://bucket/prefix or a folder")
+    add_store_write_arguments(group)
     group.add_argument("--num-shards", type=run.positive_int, help="[one per 200 MB of input]")
     group.add_argument("--shards", metavar="A:B", help="do only these, B not included [all]")
     group.add_argument("--overwrite", action="store_true", help="replace another plan's dataset")
-    group.add_argument("--dry-run", action="store_true", help="print the plan and exit")
+    group.add_argument(
+        "--dry-run", action="store_true", help="print the plan and a row as it would be, and exit"
+    )
+    group.add_argument(
+        "--inspect", metavar="URI[:ROW]", help="print a row of a dataset or of one shard, and exit"
+    )
     group.add_argument(
         "--max-reject-rate", type=run.fraction, default=0.01, help="more rejects: exit 1; 1: never"
     )
     group = parser.add_argument_group("machine")
     group.add_argument(
-        "--workers",
-        type=run.positive_int,
-        default=len(os.sched_getaffinity(0)),
-        help="encoding processes",
+        "--encoder",
+        choices=ENGINES,
+        default="auto",
+        help="auto: fastokens while it gives the ids of tokenizers, which is checked throughout",
     )
     group.add_argument(
-        "--download-threads", type=run.positive_int, default=16, help="reading threads"
+        "--tokenize-workers",
+        type=run.positive_int,
+        help="encoding processes [as many as CPUs and memory allow]",
+    )
+    group.add_argument(
+        "--download-workers", type=run.positive_int, default=32, help="reading threads"
     )
     group.add_argument("--work-dir", type=Path, help="local space for shards being written [/tmp]")
     args = parser.parse_args(argv)
+    if args.inspect:
+        return args
+    for flag in ("input", "output"):
+        if getattr(args, flag) is None:
+            parser.error(f"--{flag} is needed (only --inspect does without)")
     if args.shards:
         first, colon, last = args.shards.partition(":")
         if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
@@ -183,6 +212,7 @@ def make_plan(
             "num_shards": num_shards,
             "preserve_thinking": args.preserve_thinking,
             "thinking": args.thinking,
+            "too_long": args.too_long,
             "turns": args.turns,
             "vocab_size": tokenizer.vocab_size,
         },
@@ -204,58 +234,82 @@ def find_mask_token(name: str | None, tokenizer: ChatTokenizer) -> tuple[str | N
     return (None, None) if token_id is None else (name or DEFAULT_MASK_TOKEN, token_id)
 
 
-def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
-    """Write the plan, or go on under an equal one. Raises UserError that shows what differs."""
-    try:
-        old_bytes = store.read(PLAN_FILE)
-    except ObjectMissing:
-        old_bytes = None
-    if old_bytes == plan.to_bytes():
-        return
-    if old_bytes is not None and not overwrite:
-        differences = "; ".join(plan_differences(Plan.from_bytes(old_bytes), plan))
-        raise run.UserError(
-            f"--output {store.uri} holds a dataset of another plan ({differences}).\n"
-            "Choose another --output, or replace it with --overwrite"
-        )
-    if old_bytes is not None:
-        delete_dataset(store)
-    store.write(PLAN_FILE, plan.to_bytes())
+# ---- looking before and after
 
 
-def plan_differences(old: Plan, new: Plan) -> list[str]:
-    """What differs between two plans, in words."""
-    differences = [
-        f"{key}: {old.settings.get(key)} -> {new.settings.get(key)}"
-        for key in sorted({*old.settings, *new.settings})
-        if old.settings.get(key) != new.settings.get(key)
-    ]
-    for name in ("tokenizer_sha256", "template_sha256", "row_version", "prompts"):
-        if getattr(old, name) != getattr(new, name):
-            differences.append(f"{name.removesuffix('_sha256')} changed")
-    was, now = ({(p.key, p.etag) for s in plan.shards for p in s} for plan in (old, new))
-    if was != now:
-        differences.append(f"inputs: {len(was - now)} gone or changed, {len(now - was)} new")
-    return differences
-
-
-def delete_dataset(store: Store) -> None:
-    """Remove what this script writes, records first, and nothing else."""
-    ours = [entry.key for entry in store.list() if OUR_FILES.fullmatch(entry.key)]
-    ours.sort(key=lambda key: not re.fullmatch(r"shard-\d+\.json", key))
-    for key in ["dataset_info.json", "state.json", *ours]:
-        store.delete(key)
-
-
-def print_plan(plan: Plan, compressed: dict[str, str]) -> None:
-    """--dry-run: one line a shard on stdout."""
+def dry_run(job: "Job", encoder: Encoder) -> None:
+    """Print the plan, and from a sample of the inputs what will come of it, and one row."""
+    plan = job.plan
     for index, parts in enumerate(plan.shards):
         size = run.format_bytes(plan.shard_bytes(index))
         print(f"{shard_name(index)}  {size:>8}  {len(parts)} inputs")
     print(
-        f"{len(plan.shards)} shards, {run.format_bytes(plan.planned_bytes)}, {len(compressed)} "
-        "compressed inputs (each is read by one thread and never cut)"
+        f"{len(plan.shards)} shards, {run.format_bytes(plan.planned_bytes)}, "
+        f"{len(job.compressed)} compressed inputs (each is read by one thread and never cut)"
     )
+    read, rows, tokens, cpu_s = 0, 0, 0, 0.0
+    shown = False
+    for part in itertools.islice(itertools.chain(*plan.shards), SAMPLE_FILES):
+        block = first_block(job.source, part, job.compressed)
+        if block is None:
+            continue
+        (encoded,) = encode_surely(encoder, block, job.folder / "sample")
+        read += len(block.data)
+        rows, tokens = rows + encoded.rows, tokens + encoded.tokens
+        cpu_s += sum(encoded.cpu_s.values())
+        for number, row in enumerate(read_rows(encoded)):
+            if number == 0 and not shown:
+                print_row(encoder.tokenizer, *row, where=block.key)
+                shown = True
+        for reason, count in sorted(encoded.rejected.items()):
+            print(f"{block.key}: {count} of {encoded.lines} lines rejected: {reason}")
+    if not read:
+        return
+    scale = plan.planned_bytes / read
+    print(
+        f"about {run.format_count(rows * scale)} rows, {run.format_count(tokens * scale)} tokens, "
+        f"{run.format_duration(cpu_s * scale / job.num_workers)} of encoding on {job.num_workers} "
+        "workers (compressed inputs hold more than their bytes say)"
+    )
+
+
+def first_block(source: Store, part: InputRange, all_compressed: Mapping[str, str]) -> Block | None:
+    """The first lines of an input, about SAMPLE_BYTES of them; None when it has none."""
+    compression = all_compressed.get(part.key)
+    end = part.end if compression else min(part.end, part.start + SAMPLE_BYTES)
+    piece = InputRange(part.key, part.size, part.etag, part.start, end)
+    block = next(read_blocks(source, piece, compression), None)
+    if block is None or len(block.data) <= 2 * SAMPLE_BYTES:
+        return block
+    cut = block.data.find(b"\n", SAMPLE_BYTES) + 1
+    return Block(block.key, block.offset, block.data[: cut or None], block.stored)
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """--inspect: print one committed row of a dataset, or of one of its shards."""
+    uri, colon, number = args.inspect.rpartition(":")
+    uri, row = (uri, int(number)) if colon and number.isdigit() else (args.inspect, 0)
+    folder, _, name = uri.rpartition("/")
+    only = re.fullmatch(r"shard-(\d{5,})\.arrow", name)
+    tokenizer = ChatTokenizer.load(args.tokenizer)
+    with work_folder(args.work_dir, args.endpoint_url) as cache:
+        dataset = TokenizedDataset(
+            (folder or ".") if only else uri, cache_dir=cache, endpoint_url=args.endpoint_url
+        )
+        plan = dataset.wait_for_plan(timeout_s=0)
+        if plan.tokenizer_sha256 != tokenizer.tokenizer_sha256:
+            raise run.UserError(f"{uri} was not tokenized with --tokenizer {args.tokenizer}")
+        before = 0
+        for index in [int(only[1])] if only else range(len(plan.shards)):
+            record = dataset.record(index)
+            if record is not None and row < before + record["rows"]:
+                shard, local = dataset.wait_for_shard(index, timeout_s=0), row - before
+                ids, mask = shard.input_ids(local), shard.loss_mask(local)
+                where = f"{shard_name(index)}:{local}"
+                print_row(tokenizer, shard.ids[local], ids, mask, where=where)
+                return
+            before += record["rows"] if record is not None else 0
+    raise run.UserError(f"--inspect {args.inspect}: only {before:,} rows are committed there")
 
 
 # ---- writing
@@ -273,6 +327,7 @@ class Totals:
     no_reasoning: int = 0
     duplicate_ids: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
+    unverified_history: int = 0  # only of blocks: a record does not tell
 
     def add(self, record: dict[str, Any]) -> None:
         self.shards += 1
@@ -281,9 +336,11 @@ class Totals:
         self.rejected.update(record["rejected"])
 
     def add_block(self, encoded: EncodedBlock) -> None:
-        self.rows += len(encoded.ids)
-        self.tokens += len(encoded.tokens)
-        self.loss_tokens += int(encoded.mask.sum())
+        self.rows += encoded.rows
+        self.tokens += encoded.tokens
+        self.loss_tokens += encoded.loss_tokens
+        self.unverified_history += encoded.unverified_history
+        self.rejected.update(encoded.rejected)
 
     @property
     def loss_share(self) -> float:
@@ -295,68 +352,9 @@ class Totals:
         return rejected / max(1, self.rows + rejected)
 
 
-class OpenShard:
-    """One shard on local disk while its blocks come in, in order."""
-
-    def __init__(self, index: int, plan: Plan, folder: Path) -> None:
-        self.index, self._plan = index, plan
-        self._arrow = folder / f"{shard_name(index)}.arrow"
-        self._rejected_path = folder / f"{shard_name(index)}.rejected"
-        with local_disk(folder):
-            self._writer = ShardWriter(self._arrow)
-            self._rejected = self._rejected_path.open("w", encoding="utf-8")
-        self._counts: Counter[str] = Counter()
-        self._cut = self._no_reasoning = 0
-        self._next_line: dict[str, int] = {}
-
-    def add(self, part: InputRange, block: Block, encoded: EncodedBlock) -> None:
-        """Append a block's rows and rejects."""
-        ends = np.cumsum(encoded.lengths)
-        first_line = self._next_line.get(part.key, 1)
-        with local_disk(self._arrow.parent):
-            for number, end in enumerate(ends):
-                place = slice(end - encoded.lengths[number], end)
-                self._writer.add(
-                    encoded.ids[number],
-                    encoded.tokens[place],
-                    encoded.mask[place],
-                    encoded.sources[number],
-                )
-            for number, facts in encoded.rejects:
-                facts["line"] = first_line + number if part.start == 0 else None
-                self._rejected.write(json.dumps(facts, ensure_ascii=True) + "\n")
-                self._counts[facts["reason"]] += 1
-        self._next_line[part.key] = first_line + block.data.count(b"\n")
-        self._cut += encoded.cut
-        self._no_reasoning += encoded.no_reasoning
-
-    def close(self) -> dict[str, Any]:
-        """Close the local files; the commit record."""
-        with local_disk(self._arrow.parent):
-            self._rejected.close()
-            facts = self._writer.finish()
-        return {
-            "version": VERSION,
-            "index": self.index,
-            "plan_sha256": self._plan.sha256,
-            "file": self._arrow.name,
-            **facts,
-            "rejected": dict(sorted(self._counts.items())),
-            "cut": self._cut,
-            "no_reasoning": self._no_reasoning,
-        }
-
-    def upload(self, store: Store, record: dict[str, Any]) -> dict[str, Any]:
-        """Put rejects, shard and, last of all, the record that makes it exist."""
-        store.upload(f"rejected/{shard_name(self.index)}.jsonl", self._rejected_path)
-        store.upload(self._arrow.name, self._arrow)
-        store.write(record_key(self.index), run.json_bytes(record))
-        self._arrow.unlink()
-        self._rejected_path.unlink()
-        return record
-
-
 # ---- the run
+
+Records = dict[int, dict[str, Any]]  # commit records by shard
 
 
 @dataclass(frozen=True)
@@ -370,6 +368,8 @@ class Job:
     plan: Plan
     compressed: dict[str, str]
     folder: Path
+    part: tuple[int, int]  # the shards asked for
+    num_workers: int
 
 
 def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -382,114 +382,44 @@ def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
             return None
         return record if record.get("plan_sha256") == job.plan.sha256 else None
 
-    with ThreadPoolExecutor(job.args.download_threads) as pool:
+    with ThreadPoolExecutor(job.args.download_workers) as pool:
         found = zip(indexes, pool.map(look, indexes), strict=True)
         return {index: record for index, record in found if record is not None}
 
 
-def encoded_blocks(
-    job: Job, indexes: Sequence[int], workers: WorkerPool, failures: dict[int, str]
-) -> Generator[tuple[int, InputRange, Block, EncodedBlock], None, None]:
-    """Every block of the shards, in order, read by threads and encoded by the workers.
-
-    An input that cannot be read puts its shard into `failures`; the others go on.
-    """
-    todo = (
-        (index, part, piece)
-        for index in indexes
-        for part in job.plan.shards[index]
-        for piece in pieces(part, part.key in job.compressed)
-    )
-    reading: deque[tuple[int, InputRange, Reading]] = deque()
-    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]] = deque()
-    stopped = threading.Event()
-    with ThreadPoolExecutor(job.args.download_threads) as threads:
-        try:
-            while True:
-                while len(reading) < READS_AHEAD and (item := next(todo, None)) is not None:
-                    index, part, piece = item
-                    blocks = read_blocks(job.source, piece, job.compressed.get(part.key))
-                    reading.append((index, part, Reading(blocks, threads, stopped)))
-                if not reading:
-                    break
-                index, part, ahead = reading[0]
-                block = None
-                try:
-                    block = ahead.next_block()
-                except run.UserError as error:
-                    failures.setdefault(index, str(error))
-                if block is None:
-                    reading.popleft()
-                    continue
-                if len(encoding) >= 2 * job.args.workers + 2:
-                    yield first_result(encoding)
-                encoding.append((index, part, block, workers.submit(block)))
-            while encoding:
-                yield first_result(encoding)
-        finally:
-            stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-def first_result(
-    encoding: deque[tuple[int, InputRange, Block, Future[EncodedBlock]]],
-) -> tuple[int, InputRange, Block, EncodedBlock]:
-    index, part, block, future = encoding.popleft()
-    return index, part, block, future.result()
-
-
-def tokenize(
-    job: Job, indexes: Sequence[int], workers: WorkerPool, seen: Totals
-) -> list[dict[str, Any]]:
-    """Write and commit the shards, uploading while later ones are encoded; their records.
+def tokenize(job: Job, indexes: Sequence[int], pipeline: ShardPipeline, seen: Totals) -> Records:
+    """Write and commit the shards; their records.
 
     `seen` counts the rows of all blocks, committed or not yet.
     """
-    records: list[dict[str, Any]] = []
-    failures: dict[int, str] = {}
+    records: Records = {}
+    total = sum(job.plan.shard_bytes(index) for index in indexes)
+    bar = run.Progress(job.log, total=total, unit="B")
     began = time.monotonic()
-    total_bytes = sum(job.plan.shard_bytes(index) for index in indexes)
-    bar = run.Progress(job.log, total=total_bytes, unit="B")
-
-    def report(upload: Future[dict[str, Any]]) -> None:
-        records.append(upload.result())
-        name = shard_name(records[-1]["index"])
-        fields = progress_fields(len(records), len(indexes), seen, time.monotonic() - began)
-        job.log.info(run.format_fields({**fields, "committed": name}))
-
-    uploads: deque[Future[dict[str, Any]]] = deque()
-    with (
-        ThreadPoolExecutor(2) as uploaders,
-        contextlib.closing(bar),
-        contextlib.closing(encoded_blocks(job, indexes, workers, failures)) as blocks,
-    ):
-        pending = next(blocks, None)
-        for index in indexes:
-            shard = OpenShard(index, job.plan, job.folder)
-            while pending is not None and pending[0] == index:
-                _, part, block, encoded = pending
-                shard.add(part, block, encoded)
-                seen.add_block(encoded)
-                elapsed = time.monotonic() - began
-                fields = progress_fields(len(records), len(indexes), seen, elapsed)
-                bar.update(block.stored, **fields)
-                pending = next(blocks, None)
-            record = shard.close()
-            if index in failures:
-                continue
-            uploads.append(uploaders.submit(shard.upload, job.output, record))
-            while len(uploads) > UPLOADS_AHEAD or (uploads and uploads[0].done()):
-                report(uploads.popleft())
-        while uploads:
-            report(uploads.popleft())
-    if failures:
+    with contextlib.closing(bar), contextlib.closing(pipeline.events(indexes)) as events:
+        for event in events:
+            stored = 0
+            if isinstance(event, BlockDone):
+                seen.add_block(event.encoded)
+                stored = event.stored
+            if isinstance(event, ShardDone):
+                records[event.record["index"]] = event.record
+            elapsed = time.monotonic() - began
+            fields = progress_fields(len(records), len(indexes), seen, pipeline, elapsed)
+            bar.update(stored, **fields)
+            if isinstance(event, ShardDone):
+                name = shard_name(event.record["index"])
+                job.log.info(run.format_fields({**fields, "committed": name}))
+    if pipeline.failures:
         raise run.UserError(
-            "; ".join(f"{shard_name(index)}: {text}" for index, text in failures.items())
+            "; ".join(f"{shard_name(index)}: {text}" for index, text in pipeline.failures.items())
         )
     return records
 
 
-def progress_fields(done: int, count: int, seen: Totals, elapsed_s: float) -> dict[str, str]:
+def progress_fields(
+    done: int, count: int, seen: Totals, pipeline: ShardPipeline, elapsed_s: float
+) -> dict[str, str]:
     return {
         "shards": f"{done}/{count}",
         "samples": f"{seen.rows:,}",
@@ -497,6 +427,9 @@ def progress_fields(done: int, count: int, seen: Totals, elapsed_s: float) -> di
         "loss": f"{seen.loss_share:.1%}",
         "samples/s": f"{seen.rows / elapsed_s:,.0f}",
         "tokens/s": run.format_count(seen.tokens / elapsed_s),
+        "s3_in": f"{run.format_bytes(pipeline.bytes_in / elapsed_s)}/s",
+        "s3_out": f"{run.format_bytes(pipeline.bytes_out / elapsed_s)}/s",
+        "bottleneck": pipeline.bottleneck,
     }
 
 
@@ -511,9 +444,15 @@ def finish_dataset(job: Job, known: Mapping[int, dict[str, Any]]) -> None:
         job.output.write(name, data)
 
 
-def print_summary(job: Job, totals: Totals, kept: int, seen: Totals, wall_s: float) -> None:
+def print_summary(
+    job: Job, totals: Totals, kept: int, seen: Totals, timings: Mapping[str, Any]
+) -> None:
     """Sums over all shards asked for, kept ones included; rates over what was done now."""
-    rejected = sum(totals.rejected.values())
+    rejected, work_s = sum(totals.rejected.values()), timings["work_s"]
+    steps, memory = Counter(timings["steps_cpu_s"]), timings["peak_memory_bytes"]
+    shares = ", ".join(
+        f"{step} {seconds / max(steps.total(), 1e-9):.0%}" for step, seconds in steps.most_common()
+    )
     rows: list[tuple[str, Any]] = [
         ("shards", f"{totals.shards - kept} written, {kept} kept"),
         ("samples", f"{totals.rows:,}"),
@@ -521,14 +460,19 @@ def print_summary(job: Job, totals: Totals, kept: int, seen: Totals, wall_s: flo
         ("loss tokens", f"{totals.loss_share:.1%}"),
         ("cut at max length", f"{totals.cut:,}"),
         ("without reasoning", f"{totals.no_reasoning:,}"),
+        ("history thinking unverified", f"{seen.unverified_history:,}"),
         ("duplicate ids", f"{totals.duplicate_ids:,}"),
         ("rejected", f"{rejected:,} ({totals.reject_rate:.2%})"),
         *[(f"  {reason}", f"{count:,}") for reason, count in sorted(totals.rejected.items())],
-        ("wall time", run.format_duration(wall_s)),
-        ("samples/s", f"{seen.rows / wall_s:,.0f}"),
-        ("tokens/s", run.format_count(seen.tokens / wall_s)),
+        ("wall time", f"{run.format_duration(work_s)} after {timings['startup_s']:.1f}s start-up"),
+        ("samples/s", f"{seen.rows / work_s:,.0f}"),
+        ("tokens/s", run.format_count(seen.tokens / work_s)),
+        ("tokens per CPU-second", run.format_count(seen.tokens / max(timings["work_cpu_s"], 1e-9))),
+        ("CPU time", shares),
+        ("peak memory", f"parent {run.format_bytes(memory['parent'])}, "
+         f"largest worker {run.format_bytes(memory['worker'])}"),
         ("output", job.output.uri),
-    ]
+    ]  # fmt: skip
     run.print_table("Tokenizing", rows)
 
 
@@ -536,54 +480,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     run.raise_on_sigterm()
     log = run.setup_logging("tokenize", debug=args.debug)
-    started, began = run.utc_now(), time.monotonic()
-    tokenizer = ChatTokenizer.load(args.tokenizer)
-    connect = functools.partial(
-        open_store, endpoint_url=args.endpoint_url, max_connections=args.download_threads + 8
-    )
-    source, output = connect(args.input), connect(args.output)
-    prompts = connect(args.prompts) if args.prompts else None
-    inputs = list_inputs(source, log)
-    prompt_entries = list_inputs(prompts, log) if prompts else []
-    compressed = find_compressed(source, inputs, args.download_threads)
-    plan = make_plan(args, tokenizer, inputs, compressed, prompt_entries)
-    if args.dry_run:
-        print_plan(plan, compressed)
+    if args.inspect:
+        inspect(args)
         return 0
-    first, last = args.shards or (0, len(plan.shards))
-    if last > len(plan.shards):
-        raise run.UsageError(f"--shards {first}:{last}: the plan has {len(plan.shards)} shards")
-    run.print_settings(log, {**vars(args), **plan.settings})
-    output.check_writable()
-    settle_plan(output, plan, overwrite=args.overwrite)
-    with work_folder(args.work_dir) as folder:
-        spool = folder / "prompts.sqlite" if prompts else None
-        if prompts and spool:
-            found = find_compressed(prompts, prompt_entries, args.download_threads)
-            spool_prompts(prompts, prompt_entries, found, spool)
-        job = Job(args, log, source, output, plan, compressed, folder)
+    started, began = run.utc_now(), time.monotonic()
+    with work_folder(args.work_dir, args.endpoint_url) as folder:
+        job, encoder = prepare(args, log, folder)
+        if args.dry_run:
+            dry_run(job, encoder)
+            return 0
+        first, last = job.part
         kept = committed(job, range(first, last))
         todo = [index for index in range(first, last) if index not in kept]
         check_space(job, todo)
-        settings = EncodeSettings(
-            max_length=args.max_length,
-            min_loss_tokens=args.min_loss_tokens,
-            thinking=args.thinking,
-            preserve_thinking=args.preserve_thinking,
-            no_reasoning=args.no_reasoning,
-            mask_token_id=plan.settings["mask_token_id"],
-        )
-        encoder, seen = (
-            Encoder(tokenizer, settings, prompts=spool, all_turns=args.turns == "all"),
-            Totals(),
-        )
         try:
-            with contextlib.closing(WorkerPool(encoder, args.workers)) as workers:
-                written = tokenize(job, todo, workers, seen)
+            written, seen, timings = tokenize_checked(job, encoder, todo, kept, began)
         except (KeyboardInterrupt, run.Terminated):
             log.info("stopped; committed shards are kept: run the same command again to go on")
             raise
-    records = kept | {record["index"]: record for record in written}
+    records = kept | written
     finish_dataset(job, records)
     totals = Totals()
     for record in records.values():
@@ -591,10 +506,162 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = run.run_facts(
         settings=vars(args), started=started, counts={**vars(totals), "kept": len(kept)}
     )
+    facts |= {"encoder": encoder.engine.name, "timings": timings}
     stamp = started.replace(":", "").replace("-", "")
-    output.write(f"runs/{stamp}-{first}-{last}.json", run.json_bytes(facts))
-    print_summary(job, totals, len(kept), seen, time.monotonic() - began)
+    job.output.write(f"runs/{stamp}-{first}-{last}.json", run.json_bytes(facts))
+    print_summary(job, totals, len(kept), seen, timings)
     return verdict(args, log, totals)
+
+
+def prepare(args: argparse.Namespace, log: Any, folder: Path) -> tuple[Job, Encoder]:
+    """Everything before the work, checked: stores, plan (which is laid down), encoder."""
+    tokenizer = ChatTokenizer.load(args.tokenizer)
+    connect = functools.partial(
+        open_store, endpoint_url=args.endpoint_url, max_connections=args.download_workers + 24
+    )
+    source = connect(args.input)
+    output = connect(
+        args.output,
+        sse=args.sse,
+        sse_kms_key=args.sse_kms_key,
+        upload_journal=folder / UPLOAD_JOURNAL,
+    )
+    prompts = connect(args.prompts) if args.prompts else None
+    inputs = list_inputs(source, log)
+    prompt_entries = list_inputs(prompts, log) if prompts else []
+    compressed = find_compressed(source, inputs, args.download_workers)
+    plan = make_plan(args, tokenizer, inputs, compressed, prompt_entries)
+    first, last = part = args.shards or (0, len(plan.shards))
+    if last > len(plan.shards):
+        raise run.UsageError(f"--shards {first}:{last}: the plan has {len(plan.shards)} shards")
+    engine = choose_engine(args.encoder, tokenizer.reference, tokenizer.tokenizer_json, log.info)
+    num_workers = args.tokenize_workers or fitting_workers(log)
+    job = Job(args, log, source, output, plan, compressed, folder, part, num_workers)
+    facts = {"tokenize_workers": num_workers, "encoder": engine.name}
+    run.print_settings(log, {**vars(args), **plan.settings, **facts})
+    if not args.dry_run:
+        output.check_writable()
+        settle_plan(output, plan, overwrite=args.overwrite)
+    spool = folder / "prompts.sqlite" if prompts else None
+    if prompts and spool:
+        found = find_compressed(prompts, prompt_entries, args.download_workers)
+        spool_prompts(prompts, prompt_entries, found, spool)
+    settings = EncodeSettings(
+        max_length=args.max_length,
+        min_loss_tokens=args.min_loss_tokens,
+        thinking=args.thinking,
+        preserve_thinking=args.preserve_thinking,
+        no_reasoning=args.no_reasoning,
+        too_long=args.too_long,
+        mask_token_id=plan.settings["mask_token_id"],
+    )
+    all_turns = args.turns == "all"
+    return job, Encoder(tokenizer, engine, settings, prompts=spool, all_turns=all_turns)
+
+
+def fitting_workers(log: Any) -> int:
+    """As many workers as the machine takes, with a word when memory is what sets the number."""
+    num_workers, capped_by = default_workers()
+    if capped_by != "CPUs":
+        log.warning(f"only {num_workers} tokenizing workers: {capped_by} allows no more")
+    return num_workers
+
+
+def tokenize_checked(
+    job: Job, encoder: Encoder, todo: Sequence[int], kept: Records, began: float
+) -> tuple[Records, Totals, dict[str, Any]]:
+    """Tokenize with the shortcuts that prove right: records, totals of all blocks, timings.
+
+    A shortcut that differs from its reference is dropped, with a word, as long as nothing is
+    committed that it may have touched. Raises UserError when something is.
+    """
+    if todo and (wrong := check_first_rows(job, encoder, todo)) is not None:
+        drop_shortcut(job, encoder, wrong, "before the run")
+    while True:
+        seen, watch = Totals(), StopWatch(began)
+        pool = WorkerPool(encoder, job.num_workers)
+        pipeline = ShardPipeline(
+            job.source,
+            job.output,
+            job.plan,
+            job.compressed,
+            folder=job.folder,
+            pool=pool,
+            download_workers=job.args.download_workers,
+        )
+        try:
+            written = tokenize(job, todo, pipeline, seen)
+            return written, seen, watch.timings(pool, pipeline)
+        except ShortcutDiffers as error:
+            if kept or committed(job, todo):
+                raise run.UserError(
+                    f"{error.shortcut} differs from its reference on {error.where}, and shards "
+                    "are committed already; make them anew with --encoder tokenizers --overwrite"
+                ) from error
+            drop_shortcut(job, encoder, error.shortcut, error.where)
+        except CredentialsExpired as error:
+            done, count = len(kept) + len(committed(job, todo)), len(kept) + len(todo)
+            raise run.UserError(f"{error}; {done} of {count} shards kept") from error
+
+
+def check_first_rows(job: Job, encoder: Encoder, todo: Sequence[int]) -> str | None:
+    """The shortcut that differs from its reference on the run's first rows, found in a process.
+
+    None when all is well. The parent stays free of the threads that encoding starts.
+    """
+    block = None
+    for part in itertools.islice(
+        itertools.chain(*(job.plan.shards[index] for index in todo)), SAMPLE_FILES
+    ):
+        with contextlib.suppress(run.UserError):  # an unreadable input is the run's affair
+            block = first_block(job.source, part, job.compressed)
+        if block is not None:
+            break
+    with contextlib.closing(WorkerPool(encoder, 1)) as pool:
+        return pool.submit(functools.partial(check_surely, block=block)).result()
+
+
+def drop_shortcut(job: Job, encoder: Encoder, shortcut: str, where: str) -> None:
+    if shortcut == ENGINE and job.args.encoder == "fastokens":
+        raise run.UserError(
+            f"--encoder fastokens: its ids differ from those of tokenizers ({where}); use "
+            "--encoder tokenizers"
+        )
+    job.log.warning(f"{shortcut} differs from its reference ({where}) and is not used")
+    encoder.drop(shortcut)
+
+
+class StopWatch:
+    """Wall and CPU time of start-up and of the work, and where it went."""
+
+    def __init__(self, began: float) -> None:
+        self._work, self._cpu = time.monotonic(), time.process_time()
+        self._children = children_cpu_s()
+        self._startup = {
+            "startup_s": self._work - began,
+            "startup_cpu_s": self._cpu + self._children,
+        }
+
+    def timings(self, pool: WorkerPool, pipeline: ShardPipeline) -> dict[str, Any]:
+        """Seconds by step, once the workers have ended; peaks of memory."""
+        parent_s = time.process_time() - self._cpu
+        workers_s = children_cpu_s() - self._children
+        steps = pipeline.cpu_s.sums()
+        download_s = steps.get("download", 0.0)
+        in_workers = sum(steps.values()) - download_s
+        steps["hand over"] = pool.handover_cpu_s + max(0.0, workers_s - in_workers)
+        steps["upload"] = max(0.0, parent_s - download_s - pool.handover_cpu_s)
+        return {
+            **self._startup,
+            "work_s": time.monotonic() - self._work,
+            "work_cpu_s": parent_s + workers_s,
+            "steps_cpu_s": steps,
+            "waiting_s": pipeline.waits_s.sums(),
+            "peak_memory_bytes": {
+                "parent": peak_memory_bytes(),
+                "worker": pool.peak_bytes,
+            },
+        }
 
 
 def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
@@ -613,15 +680,17 @@ def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
 
 
 @contextlib.contextmanager
-def work_folder(parent: Path | None) -> Iterator[Path]:
+def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]:
     """A folder of this run's own for shards being written; removed whatever happens.
 
-    The run and its workers hold a lock in it, so that the next run removes what a killed one left.
+    The run and its workers hold a lock in it, so that the next run removes what a killed one left,
+    the uploads that it left half done included.
     """
     place = parent or Path(tempfile.gettempdir())
     try:
         for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
             with contextlib.suppress(OSError), file_lock(left):  # BlockingIOError: its run lives
+                abort_left_uploads(left.with_name(UPLOAD_JOURNAL), endpoint_url=endpoint_url)
                 shutil.rmtree(left.parent)
         hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
     except OSError as error:
@@ -635,23 +704,13 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def local_disk(folder: Path) -> Iterator[None]:
-    """Say what a full or broken disk under --work-dir means."""
-    try:
-        yield
-    except OSError as error:
-        raise run.UserError(
-            f"--work-dir {folder.parent}: cannot write there ({error.strerror})"
-        ) from error
-
-
 def check_space(job: Job, todo: Sequence[int]) -> None:
     """Refuse a work folder that cannot hold the shards that are in hand at a time.
 
-    A shard takes about the bytes of its input: 4.1 bytes a token against 4.3 of JSON.
+    A shard takes about the bytes of its input (4.1 bytes a token against 4.3 of JSON), and its
+    blocks as much once more while it is made of them.
     """
-    needed = sum(sorted(map(job.plan.shard_bytes, todo))[-(UPLOADS_AHEAD + 2) :])
+    needed = 2 * sum(sorted(map(job.plan.shard_bytes, todo))[-(UPLOADS_AHEAD + 2) :])
     free = shutil.disk_usage(job.folder).free
     if free < needed:
         raise run.UserError(

@@ -43,8 +43,9 @@ from common.evaluate import evaluate
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal, read_metrics
 from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
+from common.plan import Plan
 from common.schedule import learning_rate, training_horizon
-from common.shards import Plan, Shard, TokenizedDataset
+from common.shards import Shard, TokenizedDataset
 from common.store import add_store_arguments
 from common.target import (
     Target,

@@ -6,8 +6,10 @@ markers. It is 1 on everything that the target generated, through `<|im_end|>` w
 turn, and 0 on the prompt. Only tokenizers and jinja2: transformers' AutoTokenizer imports torch.
 """
 
+import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from common.engines import Engine, ReferenceEngine
+from common.render import KNOWN_TEMPLATES, fast_render
 from common.rows import Completion, Row, RowRejected
 from common.run import UserError
 
@@ -30,8 +34,9 @@ AFTER_THINKING = "\n</think>\n\n"
 class EncodeSettings:
     """What decides a row's ids besides the row.
 
-    no_reasoning: what a row without any reasoning field becomes while thinking is on: "nonthinking"
-    (the empty think block is in the prompt), "empty" (it is in the loss) or "reject".
+    too_long: "cut" a longer row to its first max_length ids, or "reject" it. no_reasoning: what a
+    row without any reasoning field becomes while thinking is on: "nonthinking" (the empty think
+    block is in the prompt), "empty" (it is in the loss) or "reject".
     """
 
     max_length: int
@@ -39,17 +44,42 @@ class EncodeSettings:
     thinking: bool
     preserve_thinking: bool
     no_reasoning: str
+    too_long: str
     mask_token_id: int | None
 
 
 @dataclass(frozen=True)
+class RowTexts:
+    """A row as text, mask 0 and mask 1, and what of it deserves to be counted.
+
+    no_reasoning: no field spoke of reasoning while thinking was on. unverified_history: the prompt
+    holds earlier thoughts, and only the request says that the server saw them.
+    """
+
+    prompt: str
+    completion: str
+    no_reasoning: bool = False
+    unverified_history: bool = False
+
+
+@dataclass(frozen=True)
 class Encoded:
-    """input_ids (T,) int32, loss_mask (T,) bool; cut at max_length; no field spoke of reasoning."""
+    """input_ids (T,) int32, of which the first prompt_length are no loss tokens.
+
+    A row of ready-made ids has a mask of its own, ready_mask (T,) bool. cut: at max_length.
+    """
 
     input_ids: np.ndarray
-    loss_mask: np.ndarray
+    prompt_length: int
+    ready_mask: np.ndarray | None
     cut: bool
-    no_reasoning: bool
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """(T,) bool, true on what the target generated."""
+        if self.ready_mask is not None:
+            return self.ready_mask
+        return np.arange(len(self.input_ids)) >= self.prompt_length
 
 
 class ChatTokenizer:
@@ -64,8 +94,11 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = _environment().from_string(template)
+        self.tokenizer_json = tokenizer_json
         self.tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
         self.template_sha256 = hashlib.sha256(template.encode()).hexdigest()
+        self.fast_rendering = self.template_sha256 in KNOWN_TEMPLATES
+        self.reference = ReferenceEngine(self._tokenizer)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     @classmethod
@@ -85,13 +118,24 @@ class ChatTokenizer:
                 raise
             raise UserError(f"--tokenizer {path}: tokenizer.json is unusable: {error}") from error
 
+    @property
+    def added_tokens(self) -> list[str]:
+        """The tokens that are matched as they stand: control tokens, tags and the like."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
+    def by_template_alone(self) -> "ChatTokenizer":
+        """The same without the hand-written renderer."""
+        other = copy.copy(self)
+        other.fast_rendering = False
+        return other
+
     def token_id(self, token: str) -> int | None:
         """The id of one token by its text; None when the vocabulary has no such token."""
         return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, control tokens in it included, nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.reference.encode([text])[0].tolist()
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids, control tokens included."""
@@ -107,6 +151,15 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
     ) -> str:
         """Messages as the server rendered them. Raises RowRejected for what it refuses."""
+        if self.fast_rendering and not tools:
+            text = fast_render(
+                messages,
+                thinking=thinking,
+                preserve_thinking=preserve_thinking,
+                add_generation_prompt=add_generation_prompt,
+            )
+            if text is not None:
+                return text
         options = {"preserve_thinking": True} if preserve_thinking else {}
         try:
             return self._template.render(
@@ -120,56 +173,96 @@ class ChatTokenizer:
             raise RowRejected("template_error", str(error)) from error
 
 
-def encode_row(row: Row, tokenizer: ChatTokenizer, settings: EncodeSettings) -> Encoded:
-    """The ids and the mask of a row. Raises RowRejected with its reason."""
-    no_reasoning = False
-    if isinstance(row.completion, list):
-        prompt: list[Any] = list(row.prompt)  # token ids too, or nothing
-        completion = row.completion
-    else:
-        prompt_text, completion_text, no_reasoning = row_texts(row, tokenizer, settings)
-        prompt, completion = tokenizer.encode(prompt_text), tokenizer.encode(completion_text)
-    ids = np.array([*prompt, *completion], dtype=np.int64)
-    mask = np.arange(len(ids)) >= len(prompt)
-    if row.loss_mask is not None:
-        mask = np.array(row.loss_mask, dtype=bool)
-    _check_ids(ids, tokenizer, settings)
-    if not mask.any():
-        raise RowRejected("no_loss_tokens", "nothing in it was generated by the target")
-    if mask.argmax() >= settings.max_length:
-        raise RowRejected(
-            "too_long", f"a prompt of {mask.argmax()} tokens; --max-length {settings.max_length}"
-        )
-    cut = len(ids) > settings.max_length
-    ids, mask = ids[: settings.max_length], mask[: settings.max_length]
-    if mask.sum() < settings.min_loss_tokens:
-        raise RowRejected(
-            "too_few_loss_tokens",
-            f"{mask.sum()} loss tokens; --min-loss-tokens {settings.min_loss_tokens}",
-        )
-    return Encoded(ids.astype(np.int32), mask, cut, no_reasoning)
+def encode_rows(
+    rows: Sequence[Row],
+    texts: Sequence[RowTexts | None],
+    tokenizer: ChatTokenizer,
+    engine: Engine,
+    settings: EncodeSettings,
+) -> list[Encoded | RowRejected]:
+    """The ids of rows, or why a row has none; `texts` come from row_texts, None for ready ids."""
+    flat = [part for text in texts if text for part in (text.prompt, text.completion)]
+    try:
+        ids, ends = engine.encode(flat)
+    except (TypeError, UnicodeEncodeError) as error:
+        if len(rows) == 1:
+            return [RowRejected("lone_surrogate", str(error))]
+        pairs = zip(rows, texts, strict=True)
+        return [encode_rows([row], [t], tokenizer, engine, settings)[0] for row, t in pairs]
+    results: list[Encoded | RowRejected] = []
+    bounds = iter(ends.tolist())
+    end = next(bounds)
+    for row, text in zip(rows, texts, strict=True):
+        try:
+            if text is None:
+                results.append(_finish(*_ready_ids(row, tokenizer), settings))
+            else:
+                start, middle, end = end, next(bounds), next(bounds)
+                results.append(_finish(ids[start:end], middle - start, None, settings))
+        except RowRejected as error:
+            results.append(error)
+    return results
 
 
-def _check_ids(ids: np.ndarray, tokenizer: ChatTokenizer, settings: EncodeSettings) -> None:
-    outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if len(outside):
+def _ready_ids(row: Row, tokenizer: ChatTokenizer) -> tuple[np.ndarray, int, np.ndarray | None]:
+    """Ids that came with the row, the length of the prompt in them, and their mask if they had one.
+
+    Raises RowRejected for an id that the tokenizer does not have.
+    """
+    assert isinstance(row.completion, list)
+    given = [*row.prompt, *row.completion]
+    try:
+        ids = np.array(given, dtype=np.int64)
+        outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)].tolist()
+    except OverflowError:
+        outside = [max(given, key=abs)]
+    if outside:
         raise RowRejected(
             "token_out_of_range",
             f"id {outside[0]}; the tokenizer has 0 to {tokenizer.vocab_size - 1}",
         )
+    mask = None if row.loss_mask is None else np.array(row.loss_mask, dtype=bool)
+    return ids.astype(np.int32), len(row.prompt), mask
+
+
+def _finish(
+    ids: np.ndarray, prompt_length: int, mask: np.ndarray | None, settings: EncodeSettings
+) -> Encoded:
+    """Cut a row to its length. Raises RowRejected when it cannot be used."""
     if settings.mask_token_id is not None and (ids == settings.mask_token_id).any():
         raise RowRejected(
             "mask_token", f"it holds the drafter's mask token {settings.mask_token_id}"
         )
+    num_loss = len(ids) - prompt_length if mask is None else int(mask.sum())
+    if not num_loss:
+        raise RowRejected("no_loss_tokens", "nothing in it was generated by the target")
+    before = prompt_length if mask is None else int(mask.argmax())
+    if before >= settings.max_length:
+        raise RowRejected(
+            "too_long", f"a prompt of {before} tokens; --max-length {settings.max_length}"
+        )
+    cut = len(ids) > settings.max_length
+    if cut and settings.too_long == "reject":
+        raise RowRejected("too_long", f"{len(ids)} tokens; --max-length {settings.max_length}")
+    if cut:
+        ids = ids[: settings.max_length]
+        mask = None if mask is None else mask[: settings.max_length]
+        num_loss = len(ids) - prompt_length if mask is None else int(mask.sum())
+    if num_loss < settings.min_loss_tokens:
+        raise RowRejected(
+            "too_few_loss_tokens",
+            f"{num_loss} loss tokens; --min-loss-tokens {settings.min_loss_tokens}",
+        )
+    return Encoded(ids, prompt_length, mask, cut)
 
 
-def row_texts(
-    row: Row, tokenizer: ChatTokenizer, settings: EncodeSettings
-) -> tuple[str, str, bool]:
-    """Prompt text (mask 0), completion text (mask 1), and whether no field spoke of reasoning."""
+def row_texts(row: Row, tokenizer: ChatTokenizer, settings: EncodeSettings) -> RowTexts | None:
+    """A row as the server saw it; None when it holds ids. Raises RowRejected with its reason."""
+    if isinstance(row.completion, list):
+        return None
     if isinstance(row.prompt, str):
         assert isinstance(row.completion, str)
-        return row.prompt, _ended(row.completion, row.finished), False
+        return RowTexts(row.prompt, _ended(row.completion, row.finished))
     assert isinstance(row.completion, Completion)
     thinking = settings.thinking if row.thinking is None else row.thinking
     turn = _with_inline_thought(row.completion)
@@ -181,21 +274,25 @@ def row_texts(
     if no_reasoning and settings.no_reasoning == "nonthinking":
         thinking = False
     preserve = row.preserve_thinking
+    if preserve is None:
+        preserve = settings.preserve_thinking
     options: dict[str, Any] = {
         "tools": row.tools,
         "thinking": thinking,
-        "preserve_thinking": settings.preserve_thinking if preserve is None else preserve,
+        "preserve_thinking": preserve,
     }
-    prompt = tokenizer.render(_messages(row), **options)
+    messages = _messages(row)
+    unverified = preserve and any(message.get("reasoning_content") for message in messages)
+    prompt = tokenizer.render(messages, **options)
     if not row.finished and not turn.tool_calls:
-        return prompt, _unfinished_text(turn, thinking), no_reasoning
+        return RowTexts(prompt, _unfinished_text(turn, thinking), no_reasoning, unverified)
     message = {
         "role": "assistant",
         "content": turn.content,
         "reasoning_content": turn.reasoning or "",
         **({"tool_calls": turn.tool_calls} if turn.tool_calls else {}),
     }
-    whole = tokenizer.render([*_messages(row), message], add_generation_prompt=False, **options)
+    whole = tokenizer.render([*messages, message], add_generation_prompt=False, **options)
     if not whole.startswith(prompt):
         raise RowRejected(
             "template_error",
@@ -203,11 +300,9 @@ def row_texts(
             "row with thinking off?)",
         )
     completion = whole[len(prompt) :].rstrip("\n")
-    return (
-        prompt,
-        completion if row.finished else completion.removesuffix(END_OF_TURN),
-        no_reasoning,
-    )
+    if not row.finished:
+        completion = completion.removesuffix(END_OF_TURN)
+    return RowTexts(prompt, completion, no_reasoning, unverified)
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:

@@ -1,34 +1,48 @@
-"""Blocks of lines -> token arrays, in worker processes that share one tokenizer by fork."""
+"""Blocks of lines -> block files of token arrays -> shards; what the worker processes do.
+
+Work runs in chunks of rows, one step after the other for all of them: parse, render, encode, mask;
+so bulk encoding gets long lists and the time of each step can be told. Tokens never pass through a
+pickle: an encoded block is a file of its own, and a shard is made of such files.
+"""
 
 import contextlib
-import gc
+import itertools
 import json
-import os
-import queue
-import signal
 import sqlite3
-import threading
-import time
-import traceback
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from common.chat import ChatTokenizer, Encoded, EncodeSettings, encode_row
+from common.chat import ChatTokenizer, Encoded, EncodeSettings, RowTexts, encode_rows, row_texts
+from common.engines import Engine, first_difference, nasty_texts
+from common.plan import InputRange
 from common.reading import Block, read_blocks
-from common.rows import Reject, RowRejected, parse_line
+from common.render import branch_cases
+from common.rows import MAX_ERROR, Reject, Row, RowRejected, parse_line
 from common.run import UserError
-from common.shards import InputRange
+from common.shards import ShardWriter, row_batch
 from common.store import Entry, Store
+from common.timing import Clock
+from common.workers import Ask, WorkerDied
 
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+CHUNK_LINES = 256
+WATCHED_SHARE = 1000  # one row in so many is encoded both ways
+CHECKED_LINES, CHECKED_CHARS = 300, 2_000_000
+ENGINE, RENDERER = "fastokens", "the built-in renderer"
+
+
+class ShortcutDiffers(Exception):
+    """A fast way gave another result than the reference; `shortcut` is ENGINE or RENDERER."""
+
+    def __init__(self, shortcut: str, where: str) -> None:
+        super().__init__(shortcut, where)
+        self.shortcut, self.where = shortcut, where
 
 
 def spool_prompts(
@@ -47,22 +61,66 @@ def spool_prompts(
                         database.execute("insert or replace into requests values (?, ?)", row)
 
 
-@dataclass
-class EncodedBlock:
-    """A block's rows in flat arrays, which pickle as plain memory; never lists of tokens.
+# ---- tasks and their results: small, for they are pickled
 
-    ids, sources, cut, no_reasoning: one a row. lengths (rows,) int64, tokens (T,) int32,
-    mask (T,) bool. rejects: lines of the shard's rejected file, still without line numbers.
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """Encode a block, whose bytes come with it, into the file `path`.
+
+    killed: do not touch its lines, which killed two workers, but reject them.
     """
 
-    ids: list[str] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    cut: int = 0
-    no_reasoning: int = 0
-    rejects: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    key: str
+    offset: int
+    path: Path
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """An encoded block: where its rows lie (and its rejects, beside them), and what they count."""
+
+    path: Path
+    lines: int
+    rows: int
+    tokens: int
+    loss_tokens: int
+    cut: int
+    no_reasoning: int
+    unverified_history: int
+    rejected: Counter[str]
+    cpu_s: dict[str, float]
+
+    @property
+    def rejects_path(self) -> Path:
+        return self.path.with_suffix(".rejects")
+
+
+@dataclass(frozen=True)
+class AssembleTask:
+    """Make a shard of encoded blocks, in order, each with the input range that it is of."""
+
+    blocks: Sequence[tuple[InputRange, EncodedBlock]]
+    arrow: Path
+    rejects: Path
+
+
+@dataclass(frozen=True)
+class CheckTask:
+    """Compare the shortcuts with their references, on a block's rows too when there is one."""
+
+    key: str | None
+    offset: int
+
+
+@dataclass
+class _Chunk:
+    """Rows of some lines on their way: each with its line's number in the block and its offset."""
+
+    rows: list[tuple[int, int, Row]] = field(default_factory=list)
+    rejects: list[tuple[int, int, Reject]] = field(default_factory=list)
+    texts: list[RowTexts | None] = field(default_factory=list)
 
 
 class Encoder:
@@ -71,45 +129,155 @@ class Encoder:
     def __init__(
         self,
         tokenizer: ChatTokenizer,
+        engine: Engine,
         settings: EncodeSettings,
         *,
         prompts: Path | None,
         all_turns: bool,
     ) -> None:
-        self._tokenizer, self._settings = tokenizer, settings
-        self._prompts, self._all_turns = prompts, all_turns
+        self.tokenizer, self.engine = tokenizer, engine
+        self._settings, self._prompts, self._all_turns = settings, prompts, all_turns
         self._database: sqlite3.Connection | None = None
 
-    def __call__(self, block: Block) -> EncodedBlock:
-        result = EncodedBlock()
-        rows: list[Encoded] = []
-        offset = block.offset
-        for number, line in enumerate(block.data.split(b"\n")):
-            ended = offset + len(line) < block.offset + len(block.data)
+    def drop(self, shortcut: str) -> None:
+        """Do without a shortcut from here on."""
+        if shortcut == ENGINE:
+            self.engine = self.tokenizer.reference
+        else:
+            self.tokenizer = self.tokenizer.by_template_alone()
+
+    def __call__(self, task: EncodeTask | AssembleTask | CheckTask, payload: bytes) -> Any:
+        """Do a task; runs in a worker. Raises ShortcutDiffers, or UserError for a full disk."""
+        if isinstance(task, CheckTask):
+            return self.check_shortcuts(task, payload)
+        try:
+            if isinstance(task, AssembleTask):
+                return assemble(task)
+            return self.encode_block(task, payload)
+        except OSError as error:
+            place = (task.arrow if isinstance(task, AssembleTask) else task.path).parent
+            raise UserError(
+                f"--work-dir {place.parent}: cannot write there ({error.strerror or error})"
+            ) from error
+
+    # ---- a block
+
+    def encode_block(self, task: EncodeTask, data: bytes) -> EncodedBlock:
+        clock = Clock()
+        kept: list[tuple[Row, RowTexts | None, Encoded]] = []
+        rejects: list[tuple[int, int, Reject]] = []
+        lines = self._lines(task, data)
+        while chunk_lines := list(itertools.islice(lines, CHUNK_LINES)):
+            chunk = _killed(chunk_lines) if task.killed else self._parse(task, chunk_lines)
+            clock.charge("parse")
+            self._render(chunk)
+            clock.charge("render")
+            rows = [row for _, _, row in chunk.rows]
+            encoded = encode_rows(rows, chunk.texts, self.tokenizer, self.engine, self._settings)
+            clock.charge("encode")
+            self._watch(task.key, chunk)
+            clock.charge("check")
+            for place, text, result in zip(chunk.rows, chunk.texts, encoded, strict=True):
+                number, offset, row = place
+                if isinstance(result, Encoded):
+                    kept.append((row, text, result))
+                else:
+                    reject = Reject(row.id, result.reason, str(result))
+                    chunk.rejects.append((number, offset, reject))
+            rejects += chunk.rejects
+            clock.charge("mask")
+        return self._write(task, kept, rejects, data.count(b"\n"), clock)
+
+    def _lines(self, task: EncodeTask, data: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """Each line's number in the block, its offset in the input, and the line as it stands."""
+        start = number = 0
+        while start < len(data):
+            end = data.find(b"\n", start) + 1 or len(data)
+            yield number, task.offset + start, data[start:end]
+            start, number = end, number + 1
+
+    def _parse(self, task: EncodeTask, lines: Sequence[tuple[int, int, bytes]]) -> _Chunk:
+        chunk, prompts = _Chunk(), self._look_up if self._prompts else None
+        for number, offset, line in lines:
             found = parse_line(
-                line + b"\n" if ended else line,
-                fallback_id=f"{block.key}@{offset}",
-                prompts=self._look_up if self._prompts else None,
+                line,
+                fallback_id=f"{task.key}@{offset}",
+                prompts=prompts,
                 all_turns=self._all_turns,
             )
             for row in found:
-                try:
-                    if isinstance(row, Reject):
-                        raise RowRejected(row.reason, row.error)
-                    rows.append(encode_row(row, self._tokenizer, self._settings))
-                    result.ids.append(row.id)
-                    result.sources.append(row.source)
-                except RowRejected as error:
-                    facts = {"key": block.key, "line": None, "offset": offset, "id": row.id}
-                    facts |= {"reason": error.reason, "error": str(error)}
-                    result.rejects.append((number, facts))
-            offset += len(line) + 1
-        if rows:
-            result.tokens = np.concatenate([row.input_ids for row in rows])
-            result.mask = np.concatenate([row.loss_mask for row in rows])
-            result.lengths = np.array([len(row.input_ids) for row in rows])
-        result.cut = sum(row.cut for row in rows)
-        result.no_reasoning = sum(row.no_reasoning for row in rows)
+                if isinstance(row, Reject):
+                    chunk.rejects.append((number, offset, row))
+                else:
+                    chunk.rows.append((number, offset, row))
+        return chunk
+
+    def _render(self, chunk: _Chunk) -> None:
+        """Fill in the texts of a chunk; rows that cannot be rendered leave it as rejects."""
+        rendered = []
+        for number, offset, row in chunk.rows:
+            try:
+                chunk.texts.append(row_texts(row, self.tokenizer, self._settings))
+                rendered.append((number, offset, row))
+            except RowRejected as error:
+                chunk.rejects.append((number, offset, Reject(row.id, error.reason, str(error))))
+        chunk.rows = rendered
+
+    def _watch(self, key: str, chunk: _Chunk) -> None:
+        """Compare the shortcuts with their references on one row in a thousand."""
+        for (_, offset, row), texts in zip(chunk.rows, chunk.texts, strict=True):
+            if texts and zlib.crc32(row.id.encode()) % WATCHED_SHARE == 0:
+                self._compare(row, texts, f"{key}@{offset}")
+
+    def _compare(self, row: Row, texts: RowTexts, where: str) -> None:
+        tokenizer = self.tokenizer
+        if tokenizer.fast_rendering:
+            truth = row_texts(row, tokenizer.by_template_alone(), self._settings)
+            if truth != texts:
+                raise ShortcutDiffers(RENDERER, where)
+        if self.engine is not tokenizer.reference:
+            parts = [texts.prompt, texts.completion]
+            with contextlib.suppress(TypeError, UnicodeEncodeError):  # rejected by both
+                if first_difference(self.engine, tokenizer.reference, parts) is not None:
+                    raise ShortcutDiffers(ENGINE, where)
+
+    def _write(
+        self,
+        task: EncodeTask,
+        kept: Sequence[tuple[Row, RowTexts | None, Encoded]],
+        rejects: list[tuple[int, int, Reject]],
+        lines: int,
+        clock: Clock,
+    ) -> EncodedBlock:
+        ids, sources = [row.id for row, _, _ in kept], [row.source for row, _, _ in kept]
+        tokens = np.concatenate([np.zeros(0, np.int32), *[e.input_ids for _, _, e in kept]])
+        lengths = np.array([len(e.input_ids) for _, _, e in kept], dtype=np.int64)
+        mask = _masks([encoded for _, _, encoded in kept], lengths)
+        clock.charge("mask")
+        with pa.OSFile(str(task.path), "wb") as file:
+            batch = row_batch(ids, lengths, tokens, mask, sources)
+            with pa.ipc.new_stream(file, batch.schema) as stream:
+                stream.write_batch(batch)
+        result = EncodedBlock(
+            path=task.path,
+            lines=lines,
+            rows=len(kept),
+            tokens=len(tokens),
+            loss_tokens=int(np.count_nonzero(mask)),
+            cut=sum(encoded.cut for _, _, encoded in kept),
+            no_reasoning=sum(text is not None and text.no_reasoning for _, text, _ in kept),
+            unverified_history=sum(
+                text is not None and text.unverified_history for _, text, _ in kept
+            ),
+            rejected=Counter(reject.reason for _, _, reject in rejects),
+            cpu_s=clock.cpu_s,
+        )
+        if rejects:
+            rejects.sort(key=lambda place: place[:2])
+            result.rejects_path.write_text(
+                "".join(_reject_line(task.key, *place) for place in rejects), encoding="utf-8"
+            )
+        clock.charge("arrow")
         return result
 
     def _look_up(self, custom_id: str) -> dict[str, Any] | None:
@@ -119,106 +287,169 @@ class Encoder:
         found = self._database.execute(query, (custom_id,)).fetchone()
         return json.loads(found[0]) if found else None
 
+    # ---- before a run
 
-def serve_blocks(encoder: Encoder, connection: Connection, parent: int) -> None:
-    """A worker: encode what comes in until the parent is gone; signals are left to the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    def check_shortcuts(self, task: CheckTask, data: bytes) -> str | None:
+        """Compare engine and renderer with their references on fixed texts and a block's rows.
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
+        The name of the shortcut that differs first, or None.
+        """
+        slow = self.tokenizer.by_template_alone()
+        for case in branch_cases():
+            for flags in itertools.product((False, True), repeat=3):
+                if _rendered(self.tokenizer, case, flags) != _rendered(slow, case, flags):
+                    return RENDERER
+        texts = nasty_texts(self.tokenizer.added_tokens)
+        if first_difference(self.engine, self.tokenizer.reference, texts) is not None:
+            return ENGINE
+        chars = 0
+        lines = self._lines(EncodeTask(task.key or "", task.offset, Path()), data)
+        for line in itertools.islice(lines, CHECKED_LINES):
+            chunk = self._parse(EncodeTask(task.key or "", task.offset, Path()), [line])
+            self._render(chunk)
+            try:
+                for (_, _, row), pair in zip(chunk.rows, chunk.texts, strict=True):
+                    if pair is not None and chars < CHECKED_CHARS:
+                        chars += len(pair.prompt) + len(pair.completion)
+                        self._compare(row, pair, str(task.key))
+            except ShortcutDiffers as error:
+                return error.shortcut
+        return None
 
-    threading.Thread(target=watch, daemon=True).start()
-    while True:
-        block = connection.recv()
-        try:
-            connection.send(encoder(block))
-        except Exception as error:
-            error.add_note(traceback.format_exc())
-            connection.send(error)
+
+def _masks(rows: Sequence[Encoded], lengths: np.ndarray) -> np.ndarray:
+    """The loss masks of rows in one array, (T,) bool."""
+    if any(row.ready_mask is not None for row in rows):
+        return np.concatenate([row.loss_mask for row in rows])
+    prompts = np.array([row.prompt_length for row in rows], dtype=np.int64)
+    runs = np.stack([prompts, lengths - prompts], axis=1).ravel()
+    return np.repeat(np.tile([False, True], len(rows)), runs)
 
 
-@dataclass(frozen=True)
-class Worker:
-    process: BaseProcess
-    connection: Connection
+def _killed(lines: Sequence[tuple[int, int, bytes]]) -> _Chunk:
+    """Lines that killed two workers, as rejects."""
+    error = "two workers died on this line (out of memory?)"
+    return _Chunk(
+        rejects=[
+            (number, offset, Reject("", "worker_killed", error)) for number, offset, _ in lines
+        ]
+    )
 
 
-class WorkerPool:
-    """Encodes blocks in forked workers; a block whose worker dies is done once more by a new one.
+def _reject_line(key: str, number: int, offset: int, reject: Reject) -> str:
+    """A line of the rejected file; `line` is relative to the block until the shard is made."""
+    facts = {
+        "key": key,
+        "line": number,
+        "offset": offset,
+        "id": reject.id or f"{key}@{offset}",
+        "reason": reject.reason,
+        "error": reject.error[:MAX_ERROR],
+    }
+    return json.dumps(facts, ensure_ascii=True) + "\n"
 
-    Each worker has a pipe and a thread of its own, so its death is the end of that pipe at once,
-    even halfway through a result (there a ProcessPoolExecutor, whose workers share one, hangs).
+
+def _rendered(tokenizer: ChatTokenizer, case: list[dict[str, Any]], flags: Sequence[bool]) -> str:
+    thinking, preserve_thinking, add_generation_prompt = flags
+    try:
+        return tokenizer.render(
+            case,
+            tools=None,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except RowRejected as error:
+        return f"rejected: {error}"
+
+
+def read_rows(block: EncodedBlock) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """The rows of an encoded block: id, input_ids (T,) int32, loss_mask (T,) bool."""
+    with pa.memory_map(str(block.path)) as source, pa.ipc.open_stream(source) as stream:
+        for batch in stream:
+            ends = batch["input_ids"].offsets.to_numpy()
+            tokens = batch["input_ids"].values.to_numpy()
+            mask = batch["loss_mask"].values.to_numpy(zero_copy_only=False)
+            for row_id, start, end in zip(batch["id"].to_pylist(), ends, ends[1:], strict=False):
+                yield row_id, tokens[start:end], mask[start:end]
+
+
+# ---- blocks -> a shard
+
+
+def assemble(task: AssembleTask) -> tuple[dict[str, Any], dict[str, float]]:
+    """Write a shard and its rejected file from encoded blocks.
+
+    Its part of the commit record, and CPU seconds by step.
     """
+    clock = Clock()
+    writer = ShardWriter(task.arrow)
+    next_line: dict[str, int] = {}
+    totals: Counter[str] = Counter()
+    rejected: Counter[str] = Counter()
+    with task.rejects.open("w", encoding="utf-8") as rejects:
+        for part, block in task.blocks:
+            with pa.memory_map(str(block.path)) as source, pa.ipc.open_stream(source) as stream:
+                for batch in stream:
+                    writer.add_batch(batch)
+            first_line = next_line.get(part.key, 1)
+            next_line[part.key] = first_line + block.lines
+            if block.rejected:
+                for line in block.rejects_path.read_text(encoding="utf-8").splitlines():
+                    facts = json.loads(line)
+                    facts["line"] = first_line + facts["line"] if part.start == 0 else None
+                    rejects.write(json.dumps(facts, ensure_ascii=True) + "\n")
+            totals.update(cut=block.cut, no_reasoning=block.no_reasoning)
+            rejected.update(block.rejected)
+    record = {
+        **writer.finish(),
+        "rejected": dict(sorted(rejected.items())),
+        "cut": totals["cut"],
+        "no_reasoning": totals["no_reasoning"],
+    }
+    clock.charge("arrow")
+    return record, clock.cpu_s
 
-    def __init__(self, encoder: Encoder, workers: int) -> None:
-        self._encoder, self._lock, self._closed = encoder, threading.Lock(), False
-        gc.collect()
-        gc.freeze()  # keep the collector from touching, and so copying, the shared pages
-        self._workers = [self._fork() for _ in range(workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers)
 
-    def submit(self, block: Block) -> Future[EncodedBlock]:
-        """A block's result to come; it raises UserError when the block killed two workers."""
-        return self._threads.submit(self._encode, block)
+# ---- calls for a WorkerPool
 
-    def close(self) -> None:
-        """Stop the workers at once, whatever they are doing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._closed = True
-            for worker in self._workers:
-                worker.process.kill()
-        self._threads.shutdown()
 
-    def _encode(self, block: Block) -> EncodedBlock:
-        worker = self._idle.get()  # there are as many as threads
+def encode_surely(ask: Ask, block: Block, path: Path) -> list[EncodedBlock]:
+    """Encode a block; when its worker dies, by halves, down to the line that kills.
+
+    That line is rejected after the second worker it kills, so every other line gets through.
+    """
+    try:
+        return [ask(EncodeTask(block.key, block.offset, path), block.data)]
+    except WorkerDied:
+        pass
+    middle = block.data.find(b"\n", len(block.data) // 2) + 1
+    if not 0 < middle < len(block.data):
+        middle = block.data.rfind(b"\n", 0, len(block.data) - 1) + 1
+    if middle == 0:
+        task = EncodeTask(block.key, block.offset, path)
         try:
-            for _ in range(2):
-                try:
-                    worker.connection.send(block)
-                    result = worker.connection.recv()
-                except (EOFError, OSError):
-                    worker = self._replace(worker)
-                    continue
-                if isinstance(result, Exception):
-                    raise result
-                return result
-        finally:
-            self._idle.put(worker)
-        raise UserError(
-            f"a worker was killed twice on {block.key} at byte {block.offset} (out of memory?): "
-            "lower --workers, or look at the lines there"
-        )
+            return [ask(task, block.data)]
+        except WorkerDied:
+            return [ask(EncodeTask(block.key, block.offset, path, killed=True), block.data)]
+    left = Block(block.key, block.offset, block.data[:middle], block.stored)
+    right = Block(block.key, block.offset + middle, block.data[middle:], 0)
+    return [
+        *encode_surely(ask, left, path.with_name(f"{path.name}a")),
+        *encode_surely(ask, right, path.with_name(f"{path.name}b")),
+    ]
 
-    def _replace(self, dead: Worker) -> Worker:
-        with self._lock:
-            if self._closed:
-                raise CancelledError
-            dead.process.join()
-            dead.connection.close()
-            self._workers.remove(dead)
-            self._workers.append(self._fork())
-            return self._workers[-1]
 
-    def _fork(self) -> Worker:
-        """Start a worker; never two at once, or one would hold the other's pipe open."""
-        context = get_context("fork")
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=serve_blocks, args=(self._encoder, theirs, os.getpid()), daemon=True
-        )
-        # Until it has its own handlers a worker would run ours, and may swallow a signal in them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        theirs.close()
-        return Worker(process, ours)
+def check_surely(ask: Ask, block: Block | None) -> str | None:
+    """The shortcut that differs from its reference, if one does."""
+    if block is None:
+        return ask(CheckTask(None, 0), b"")
+    return ask(CheckTask(block.key, block.offset), block.data)
+
+
+def assemble_surely(ask: Ask, task: AssembleTask) -> tuple[dict[str, Any], dict[str, float]]:
+    """Make a shard; once more when the worker dies. Raises WorkerDied the second time."""
+    try:
+        return ask(task, b"")
+    except WorkerDied:
+        return ask(task, b"")

@@ -4,22 +4,22 @@ A line belongs to the range that holds its first byte, so ranges of one object, 
 every line once.
 """
 
-import contextlib
 import io
-import queue
+import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from common.plan import InputRange
 from common.run import UserError
-from common.shards import InputRange
 from common.store import Entry, Store
 
-PIECE_BYTES = 8_000_000  # read and encoded in one go
+PIECE_BYTES = 8_000_000  # at most so much is read and encoded in one go
+OVERREAD_BYTES = 65_536  # beyond a piece, for the end of its last line
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -46,10 +46,11 @@ class Block:
 
 
 def pieces(part: InputRange, compressed: bool) -> Iterator[InputRange]:
-    """An input range in pieces that are read in one go; a compressed one is one piece."""
-    step = max(1, part.end) if compressed else PIECE_BYTES
-    for start in range(part.start, part.end, step):
-        yield InputRange(part.key, part.size, part.etag, start, min(start + step, part.end))
+    """An input range in equal pieces that are read in one go; a compressed one is one piece."""
+    count = 1 if compressed else max(1, -(-(part.end - part.start) // PIECE_BYTES))
+    cuts = [part.start + (part.end - part.start) * n // count for n in range(count + 1)]
+    for start, end in itertools.pairwise(cuts):
+        yield InputRange(part.key, part.size, part.etag, start, end)
 
 
 def read_blocks(store: Store, piece: InputRange, compression: str | None) -> Iterator[Block]:
@@ -57,18 +58,20 @@ def read_blocks(store: Store, piece: InputRange, compression: str | None) -> Ite
     if compression is not None:
         yield from decompressed_blocks(store, piece, compression)
         return
-    lead = 1 if piece.start else 0
-    data = store.read(piece.key, piece.start - lead, piece.end, etag=piece.etag)
-    skipped = data.find(b"\n") + 1 if lead else 0
-    if lead and not skipped:
-        return  # inside one long line that begins earlier
-    offset, parts, end = piece.start - lead + skipped, [data[skipped:]], piece.end
-    while parts[-1] and end < piece.size and not parts[-1].endswith(b"\n"):
-        more = store.read(piece.key, end, min(end + 1_000_000, piece.size), etag=piece.etag)
-        parts.append(more[: more.find(b"\n") + 1] or more)
-        end += len(more)
-    if parts[0]:
-        yield Block(piece.key, offset, b"".join(parts), piece.end - piece.start)
+    base = max(0, piece.start - 1)  # the byte before tells whether a line begins at the first
+    stop = min(piece.size, piece.end + OVERREAD_BYTES)  # mostly the end of the last line
+    data = store.read(piece.key, base, stop, etag=piece.etag)
+    first = data.find(b"\n", 0, piece.end - base) + 1 if piece.start else 0
+    if piece.start and first in (0, piece.end - base):
+        return  # no line begins here
+    searched, step = piece.end - base - 1, OVERREAD_BYTES
+    while (end := data.find(b"\n", searched)) < 0 and stop < piece.size:
+        searched, step = len(data), 4 * step
+        more = store.read(piece.key, stop, min(stop + step, piece.size), etag=piece.etag)
+        data, stop = data + more, stop + len(more)
+    last = end + 1 if end >= 0 else len(data)
+    if last > first:
+        yield Block(piece.key, base + first, data[first:last], piece.end - piece.start)
 
 
 class StoredBytes(io.RawIOBase):
@@ -111,35 +114,29 @@ def decompressed_blocks(store: Store, piece: InputRange, compression: str) -> It
         yield Block(piece.key, offset, data, stored.position - credited)
 
 
-class Reading:
-    """A piece that a thread reads, at most two blocks ahead of its consumer."""
+class ByteBudget:
+    """Bytes that may be in memory at a time; one block always may, however large."""
 
-    def __init__(
-        self, blocks: Iterable[Block], threads: ThreadPoolExecutor, stopped: threading.Event
-    ) -> None:
-        self._blocks, self._stopped = blocks, stopped
-        self._queue: queue.Queue[Block | Exception | None] = queue.Queue(1)
-        threads.submit(self._read)
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used, self._closed = limit, 0, False
+        self._changed = threading.Condition()
 
-    def next_block(self) -> Block | None:
-        """The next block, None at the end. Raises what reading it raised."""
-        item = self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def acquire(self, amount: int) -> bool:
+        """Wait until there is room; false when the budget is closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not self._used or self._used + amount <= self._limit
+            )
+            self._used += 0 if self._closed else amount
+            return not self._closed
 
-    def _read(self) -> None:
-        try:
-            for block in self._blocks:
-                if not self._put(block):
-                    return
-            self._put(None)
-        except Exception as error:
-            self._put(error)
+    def release(self, amount: int) -> None:
+        with self._changed:
+            self._used -= amount
+            self._changed.notify_all()
 
-    def _put(self, item: Block | Exception | None) -> bool:
-        while not self._stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                self._queue.put(item, timeout=0.5)
-                return True
-        return False
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

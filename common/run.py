@@ -29,6 +29,7 @@ EXIT_TERMINATED = 143  # 128 + SIGTERM
 RECORDED_PACKAGES = (
     "boto3",
     "datasets",
+    "fastokens",
     "jinja2",
     "numpy",
     "orjson",

@@ -11,25 +11,23 @@ bytes. An IPC stream cut at a batch boundary reads as a shorter valid one, so re
 record's sha256 and row count.
 """
 
-import bisect
-import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from common.plan import PLAN_FILE, Plan
 from common.run import UserError, json_bytes
-from common.store import Entry, LocalStore, ObjectMissing, Store, open_store
+from common.store import LocalStore, ObjectMissing, Store, open_store
 
-VERSION = 1
 SCHEMA = pa.schema(
     [
         pa.field("id", pa.string()),
@@ -41,107 +39,6 @@ SCHEMA = pa.schema(
 BATCH_ROWS = 1024
 BATCH_TOKENS = 64_000_000  # list offsets are 32-bit; stay far below their end
 LENGTH_EDGES = tuple(2**power for power in range(7, 19))  # 128 ... 262,144 tokens
-FIRST_SHARD_SHARE, FIRST_SHARD_BYTES = 0.01, 64_000_000  # small, so that training starts early
-PLAN_FILE = "plan.json"
-
-
-# ---- plan
-
-
-@dataclass(frozen=True)
-class InputRange:
-    """Bytes [start, end) of one input; a line belongs to the range that holds its first byte."""
-
-    key: str
-    size: int
-    etag: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every shard is made of, and with what settings; the content of plan.json."""
-
-    settings: Mapping[str, Any]
-    tokenizer_sha256: str
-    template_sha256: str
-    row_version: int
-    prompts: tuple[Entry, ...]
-    shards: tuple[tuple[InputRange, ...], ...]
-
-    def to_bytes(self) -> bytes:
-        return json_bytes(
-            {
-                "version": VERSION,
-                "settings": dict(self.settings),
-                "tokenizer_sha256": self.tokenizer_sha256,
-                "template_sha256": self.template_sha256,
-                "row_version": self.row_version,
-                "prompts": [dataclasses.asdict(entry) for entry in self.prompts],
-                "shards": [
-                    {"index": index, "inputs": [dataclasses.asdict(part) for part in parts]}
-                    for index, parts in enumerate(self.shards)
-                ],
-            }
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Plan":
-        """Raises UserError for a plan of another version or none at all."""
-        try:
-            facts = json.loads(data)
-            if facts["version"] != VERSION:
-                raise UserError(f"plan.json: version {facts['version']}, this code reads {VERSION}")
-            return cls(
-                settings=facts["settings"],
-                tokenizer_sha256=facts["tokenizer_sha256"],
-                template_sha256=facts["template_sha256"],
-                row_version=facts["row_version"],
-                prompts=tuple(Entry(**entry) for entry in facts["prompts"]),
-                shards=tuple(
-                    tuple(InputRange(**part) for part in shard["inputs"])
-                    for shard in facts["shards"]
-                ),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"plan.json is not one of ours ({error!r})") from error
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    @property
-    def planned_bytes(self) -> int:
-        return sum(self.shard_bytes(index) for index in range(len(self.shards)))
-
-    def shard_bytes(self, index: int) -> int:
-        return sum(part.end - part.start for part in self.shards[index])
-
-
-def partition(
-    entries: Sequence[Entry], *, num_shards: int, whole: Collection[str]
-) -> tuple[tuple[InputRange, ...], ...]:
-    """Cut sorted inputs into contiguous shards of near-equal bytes, the first about 1 % of them.
-
-    Keys in `whole` (compressed ones) are never cut and belong to the shard that their first byte
-    falls in, so a shard may be empty.
-    """
-    total = sum(entry.size for entry in entries)
-    first = min(FIRST_SHARD_BYTES, int(total * FIRST_SHARD_SHARE)) if num_shards > 1 else total
-    rest = (total - first) / max(1, num_shards - 1)
-    starts = [0, *[first + round(rest * index) for index in range(num_shards - 1)]]
-    shards: list[list[InputRange]] = [[] for _ in range(num_shards)]
-    offset = 0
-    for entry in entries:
-        cuts = sorted({start - offset for start in starts if 0 < start - offset < entry.size})
-        if entry.key in whole:
-            cuts = []
-        for start, end in zip([0, *cuts], [*cuts, entry.size], strict=True):
-            index = bisect.bisect_right(starts, offset + start) - 1
-            shards[index].append(InputRange(entry.key, entry.size, entry.etag, start, end))
-        offset += entry.size
-    return tuple(map(tuple, shards))
 
 
 # ---- names and records
@@ -171,36 +68,75 @@ def is_held_out(row_id: str, *, seed: int, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
+def row_batch(
+    ids: Sequence[str],
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    sources: Sequence[str | None],
+) -> pa.RecordBatch:
+    """Rows as a record batch of SCHEMA: lengths (rows,), tokens (T,) int32, mask (T,) bool."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
+    columns = [
+        pa.array(ids, type=pa.string()),
+        pa.ListArray.from_arrays(offsets, pa.array(tokens, type=pa.int32())),
+        pa.ListArray.from_arrays(offsets, pa.array(mask, type=pa.bool_())),
+        pa.array(sources, type=pa.string()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
 class ShardWriter:
-    """Writes one shard file; `finish` closes it and returns its part of the commit record."""
+    """Writes one shard file; `finish` closes it and returns its part of the commit record.
+
+    The file's bytes depend on the rows alone, not on the batches in which they come.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("wb")
         self._stream = pa.ipc.new_stream(self._file, SCHEMA)
-        self._rows: list[tuple[str, np.ndarray, np.ndarray, str | None]] = []
-        self._pending_tokens = 0
+        self._pending: list[tuple[list[str], np.ndarray, np.ndarray, np.ndarray, list[Any]]] = []
+        self._pending_rows = self._pending_tokens = 0
         self._ids: set[str] = set()
         self._counts = {"rows": 0, "tokens": 0, "loss_tokens": 0, "duplicate_ids": 0}
-        self._histogram = [0] * (len(LENGTH_EDGES) + 1)
+        self._histogram = np.zeros(len(LENGTH_EDGES) + 1, np.int64)
 
-    def add(
-        self, row_id: str, input_ids: np.ndarray, loss_mask: np.ndarray, source: str | None
-    ) -> None:
-        """Append a row: input_ids (T,) int32, loss_mask (T,) bool."""
-        assert len(input_ids) == len(loss_mask), (len(input_ids), len(loss_mask))
-        if self._pending_tokens + len(input_ids) > BATCH_TOKENS:
-            self._flush()
-        self._rows.append((row_id, input_ids, loss_mask, source))
-        self._pending_tokens += len(input_ids)
-        self._counts["rows"] += 1
-        self._counts["tokens"] += len(input_ids)
-        self._counts["loss_tokens"] += int(loss_mask.sum())
-        self._counts["duplicate_ids"] += row_id in self._ids
-        self._ids.add(row_id)
-        self._histogram[bisect.bisect_left(LENGTH_EDGES, len(input_ids))] += 1
-        if len(self._rows) == BATCH_ROWS:
-            self._flush()
+    def add_batch(self, batch: pa.RecordBatch) -> None:
+        """Append the rows of a record batch of SCHEMA."""
+        ids, sources = batch["id"].to_pylist(), batch["source"].to_pylist()
+        ends = batch["input_ids"].offsets.to_numpy().astype(np.int64)
+        tokens = batch["input_ids"].values.to_numpy()
+        mask = batch["loss_mask"].values.to_numpy(zero_copy_only=False)
+        self._count(ids, np.diff(ends), mask)
+        start = 0
+        while start < len(ids):
+            room = ends[start] + BATCH_TOKENS - self._pending_tokens
+            fit = int(np.searchsorted(ends, room, side="right")) - 1 - start
+            if fit < 1 and self._pending:
+                self._flush()
+                continue
+            stop = min(len(ids), start + max(1, fit), start + BATCH_ROWS - self._pending_rows)
+            values = slice(ends[start], ends[stop])
+            lengths = np.diff(ends[start : stop + 1])
+            self._pending.append(
+                (ids[start:stop], lengths, tokens[values], mask[values], sources[start:stop])
+            )
+            self._pending_rows += stop - start
+            self._pending_tokens += int(lengths.sum())
+            if self._pending_rows == BATCH_ROWS:
+                self._flush()
+            start = stop
+
+    def _count(self, ids: list[str], lengths: np.ndarray, mask: np.ndarray) -> None:
+        self._counts["rows"] += len(ids)
+        self._counts["tokens"] += len(mask)
+        self._counts["loss_tokens"] += int(np.count_nonzero(mask))
+        before = len(self._ids)
+        self._ids.update(ids)
+        self._counts["duplicate_ids"] += len(ids) - (len(self._ids) - before)
+        places = np.searchsorted(LENGTH_EDGES, lengths, side="left")
+        self._histogram += np.bincount(places, minlength=len(self._histogram))
 
     def finish(self) -> dict[str, Any]:
         """Close the file: counts, lengths histogram, bytes and sha256."""
@@ -210,25 +146,24 @@ class ShardWriter:
         return {
             **self._counts,
             "bytes": self._path.stat().st_size,
-            "lengths": {"edges": list(LENGTH_EDGES), "counts": self._histogram},
+            "lengths": {"edges": list(LENGTH_EDGES), "counts": self._histogram.tolist()},
             "sha256": file_sha256(self._path),
         }
 
     def _flush(self) -> None:
-        if not self._rows:
+        if not self._pending:
             return
-        ids, tokens, masks, sources = zip(*self._rows, strict=True)
-        offsets = pa.array(np.cumsum([0, *map(len, tokens)]), type=pa.int32())
-        values = pa.array(np.concatenate(tokens), type=pa.int32())
-        flags = pa.array(np.concatenate(masks), type=pa.bool_())
-        columns = [
-            pa.array(ids, type=pa.string()),
-            pa.ListArray.from_arrays(offsets, values),
-            pa.ListArray.from_arrays(offsets, flags),
-            pa.array(sources, type=pa.string()),
-        ]
-        self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
-        self._rows, self._pending_tokens = [], 0
+        ids, lengths, tokens, masks, sources = zip(*self._pending, strict=True)
+        self._stream.write_batch(
+            row_batch(
+                list(itertools.chain(*ids)),
+                np.concatenate(lengths),
+                np.concatenate(tokens),
+                np.concatenate(masks),
+                list(itertools.chain(*sources)),
+            )
+        )
+        self._pending, self._pending_rows, self._pending_tokens = [], 0, 0
 
 
 def file_sha256(path: Path) -> str:

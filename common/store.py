@@ -2,8 +2,7 @@
 
 Keys are relative to the store's root, opaque, and sorted by code point. Writes are atomic for
 readers: a local file appears by rename, an S3 object by one put or a completed multipart upload.
-Checksums are sent only when an operation requires them, so that R2, MinIO, Ceph and the like work.
-Body reads are outside botocore's retries, so they are retried here, by range.
+Reads have the length that the store tells, or fail. What is S3's own lies in common/s3.py.
 """
 
 import argparse
@@ -12,27 +11,20 @@ import glob
 import os
 import platform
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
-import boto3
-import boto3.exceptions
-import botocore.exceptions
 from boto3.s3.transfer import TransferConfig
-from botocore.config import Config
 
-from common.run import UserError
+from common.run import UsageError, UserError
+from common.s3 import Bucket, CutAnswer, ObjectMissing, changed, read_range
 
-READ_ATTEMPTS = 5
 PART_BYTES = 16_000_000
 PROBE_KEY = ".write-check"
 TEMPORARY = ".tmp-"
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -42,10 +34,6 @@ class Entry:
     key: str
     size: int
     etag: str
-
-
-class ObjectMissing(UserError):
-    """There is no object of that key."""
 
 
 class Store(Protocol):
@@ -82,12 +70,42 @@ def add_store_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--endpoint-url", help="S3 endpoint, for R2, MinIO, Ceph [AWS's]")
 
 
-def open_store(uri: str, *, endpoint_url: str | None = None, max_connections: int = 32) -> Store:
-    """A store for s3://bucket/prefix or a local path; nothing is contacted yet."""
+def add_store_write_arguments(group: argparse._ArgumentGroup) -> None:
+    """The flags of scripts that write to S3, next to those of add_store_arguments."""
+    group.add_argument(
+        "--sse", choices=("AES256", "aws:kms"), help="server-side encryption [the bucket's own]"
+    )
+    group.add_argument("--sse-kms-key", help="KMS key id or ARN, with --sse aws:kms [AWS's]")
+
+
+def open_store(
+    uri: str,
+    *,
+    endpoint_url: str | None = None,
+    max_connections: int = 32,
+    sse: str | None = None,
+    sse_kms_key: str | None = None,
+    upload_journal: Path | None = None,
+) -> Store:
+    """A store for s3://bucket/prefix or a local path; nothing is contacted yet.
+
+    `upload_journal` is a local file that notes multipart uploads, for `abort_left_uploads`.
+    """
+    if sse_kms_key and sse != "aws:kms":
+        raise UsageError("--sse-kms-key: needs --sse aws:kms")
     if uri.startswith("s3://"):
-        return S3Store(uri, endpoint_url=endpoint_url, max_connections=max_connections)
+        bucket = Bucket(
+            uri,
+            endpoint_url=endpoint_url,
+            max_connections=max_connections,
+            upload_journal=upload_journal,
+        )
+        options = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key}
+        return S3Store(bucket, encryption={name: text for name, text in options.items() if text})
     if "://" in uri:
         raise UserError(f"{uri}: must be s3://bucket/prefix or a local path")
+    if sse:
+        raise UsageError(f"--sse {sse}: only for s3://, and {uri} is a local path")
     return LocalStore(uri)
 
 
@@ -123,7 +141,7 @@ class LocalStore:
         try:
             with (self._root / key).open("rb") as file:
                 if etag is not None and str(os.fstat(file.fileno()).st_mtime_ns) != etag:
-                    raise UserError(_changed(self.uri, key))
+                    raise UserError(changed(self.uri, key))
                 file.seek(start)
                 return file.read() if end is None else file.read(end - start)
         except FileNotFoundError as error:
@@ -132,16 +150,16 @@ class LocalStore:
             raise UserError(f"{self._root / key}: {error.strerror}") from error
 
     def write(self, key: str, data: bytes) -> None:
-        with self._replacing(self._root / key) as temporary:
+        with replacing(self._root / key) as temporary:
             temporary.write_bytes(data)
 
     def upload(self, key: str, path: Path) -> None:
-        with self._replacing(self._root / key) as temporary:
+        with replacing(self._root / key) as temporary:
             shutil.copyfile(path, temporary)
 
     def download(self, key: str, path: Path) -> None:
         try:
-            with self._replacing(path) as temporary:
+            with replacing(path) as temporary:
                 shutil.copyfile(self._root / key, temporary)
         except FileNotFoundError as error:
             raise ObjectMissing(f"{self._root / key}: no such file") from error
@@ -153,205 +171,118 @@ class LocalStore:
         self.write(PROBE_KEY, b"")
         self.delete(PROBE_KEY)
 
-    @contextlib.contextmanager
-    def _replacing(self, path: Path) -> Iterator[Path]:
-        # Named after machine and process, so that a rerun removes what a killed run left there and
-        # runs side by side keep out of each other's way.
-        stem = f"{TEMPORARY}{platform.node()}-"
-        temporary = path.with_name(f"{stem}{os.getpid()}-{path.name}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for left in path.parent.glob(f"{glob.escape(stem)}*-{glob.escape(path.name)}"):
-                if not _is_running(left.name[len(stem) :].partition("-")[0]):
-                    left.unlink(missing_ok=True)
-            temporary.touch()
-        except OSError as error:
-            raise UserError(f"{path.parent}: cannot write there ({error.strerror})") from error
-        try:
-            yield temporary
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise UserError(f"{path}: cannot write it ({error.strerror})") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-
 
 class S3Store:
-    """A bucket, or a prefix in one; the client is made once a process, after any fork."""
+    """A bucket, or a prefix in one."""
 
-    def __init__(self, uri: str, *, endpoint_url: str | None, max_connections: int) -> None:
-        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-        if not bucket:
-            raise UserError(f"{uri}: must be s3://bucket/prefix")
-        self.uri, self._bucket = uri, bucket
-        self._prefix = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
-        self._endpoint_url, self._max_connections = endpoint_url, max_connections
-        self._lock, self._client_pid, self._made = threading.Lock(), -1, None
-
-    @property
-    def _client(self) -> Any:
-        with self._lock:
-            if self._client_pid != os.getpid():
-                config = Config(
-                    retries={"mode": "adaptive", "max_attempts": 8},
-                    max_pool_connections=self._max_connections,
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                    connect_timeout=10,
-                    read_timeout=60,
-                )
-                session = boto3.session.Session()
-                try:
-                    self._made = session.client(
-                        "s3",
-                        endpoint_url=self._endpoint_url,
-                        region_name=session.region_name or "us-east-1",
-                        config=config,
-                    )
-                except ValueError as error:
-                    raise UserError(
-                        f"{self.uri}: {error}; --endpoint-url (or AWS_ENDPOINT_URL) must be such "
-                        "as http://host:port"
-                    ) from error
-                self._client_pid = os.getpid()
-            return self._made
+    def __init__(self, bucket: Bucket, *, encryption: dict[str, str]) -> None:
+        self.uri, self._bucket, self._encryption = bucket.uri, bucket, encryption
 
     def list(self, prefix: str = "") -> list[Entry]:
-        def list_all() -> list[Entry]:
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
-            )
-            return [
-                Entry(found["Key"][len(self._prefix) :], found["Size"], found["ETag"].strip('"'))
-                for page in pages
+        entries: list[Entry] = []
+        start = len(self._bucket.prefix)
+        token: str | None = ""
+        while token is not None:
+            page = self._page(prefix, token)
+            entries += [
+                Entry(found["Key"][start:], found["Size"], found["ETag"].strip('"'))
                 for found in page.get("Contents", [])
             ]
+            token = page["NextContinuationToken"] if page["IsTruncated"] else None
+        return sorted(entries, key=lambda entry: entry.key)
 
-        return sorted(self._call(list_all), key=lambda entry: entry.key)
+    def _page(self, prefix: str, token: str) -> dict[str, Any]:
+        options = {"Bucket": self._bucket.name, "Prefix": self._bucket.prefix + prefix}
+        options |= {"ContinuationToken": token} if token else {}
+
+        def page(client: Any) -> dict[str, Any]:
+            answer = client.list_objects_v2(**options)
+            # A body cut to nothing would read as a listing without keys.
+            if answer.get("IsTruncated") is None or (
+                answer["IsTruncated"] and answer.get("NextContinuationToken", token) == token
+            ):
+                raise CutAnswer
+            return answer
+
+        return self._bucket.call(page)
 
     def read(
         self, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None
     ) -> bytes:
         if end is not None and end <= start:
             return b""
-        data = bytearray()
-        for attempt in range(READ_ATTEMPTS):
-            try:
-                self._read_into(data, key, start, end, etag)
-                return bytes(data)
-            except _CutBody:
-                time.sleep(min(8.0, 0.2 * 2**attempt))
-        raise UserError(
-            f"{self.uri}: {key}: the connection broke {READ_ATTEMPTS} times while reading; check "
-            "the network and rerun"
-        )
-
-    def _read_into(
-        self, data: bytearray, key: str, start: int, end: int | None, etag: str | None
-    ) -> None:
-        """Append what is missing of [start, end) to `data`; _CutBody when the body breaks off."""
-        options: dict[str, Any] = {"Bucket": self._bucket, "Key": self._prefix + key}
-        first = start + len(data)
-        if first or end is not None:
-            options["Range"] = f"bytes={first}-{'' if end is None else end - 1}"
-        answer = self._call(lambda: self._client.get_object(**options), key)
-        if etag is not None and answer["ETag"].strip('"') != etag:
-            raise UserError(_changed(self.uri, key))
-        expected = len(data) + answer["ContentLength"]
-        try:
-            for chunk in answer["Body"].iter_chunks(1_000_000):
-                data += chunk
-        except (botocore.exceptions.BotoCoreError, OSError) as error:
-            raise _CutBody from error
-        if len(data) < expected:
-            raise _CutBody
+        return read_range(self._bucket, key, start, end, etag=etag).data
 
     def write(self, key: str, data: bytes) -> None:
-        options = {"Bucket": self._bucket, "Key": self._prefix + key, "Body": data}
-        self._call(lambda: self._client.put_object(**options), key)
+        options = {**self._bucket.at(key), "Body": data, **self._encryption}
+        self._bucket.call(lambda client: client.put_object(**options), key)
 
     def upload(self, key: str, path: Path) -> None:
         transfer = TransferConfig(
             multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4
         )
-        self._call(
-            lambda: self._client.upload_file(
-                str(path), self._bucket, self._prefix + key, Config=transfer
+        place = self._bucket.at(key)
+        self._bucket.call(
+            lambda client: client.upload_file(
+                str(path), place["Bucket"], place["Key"], self._encryption, Config=transfer
             ),
             key,
         )
+        # With expired credentials the first try could not abort its own upload.
+        self._bucket.abort_own_uploads(key)
 
     def download(self, key: str, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._call(
-                lambda: self._client.download_file(self._bucket, self._prefix + key, str(path)), key
-            )
-        except OSError as error:
-            raise UserError(f"{path}: cannot write it ({error.strerror})") from error
+        # Not download_file: it takes a cut body without a length for a whole one (s3transfer 0.19).
+        first = read_range(self._bucket, key, 0, PART_BYTES)
+        with replacing(path) as temporary:
+            temporary.write_bytes(first.data)
+
+            def copy_from(start: int) -> None:
+                end = min(start + PART_BYTES, first.size)
+                part = read_range(self._bucket, key, start, end, etag=first.etag)
+                with temporary.open("rb+") as file:
+                    file.seek(start)
+                    file.write(part.data)
+
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(copy_from, range(PART_BYTES, first.size, PART_BYTES)))
 
     def delete(self, key: str) -> None:
-        self._call(
-            lambda: self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key), key
-        )
+        self._bucket.call(lambda client: client.delete_object(**self._bucket.at(key)), key)
 
     def check_writable(self) -> None:
         self.write(PROBE_KEY, b"")
         with contextlib.suppress(UserError):  # write-only credentials may not delete
             self.delete(PROBE_KEY)
 
-    def _call(self, call: Callable[[], Result], key: str = "") -> Result:
-        """Run one S3 call; its failures become one line with a cure."""
-        try:
-            return call()
-        except botocore.exceptions.ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", ""))
-            raise self._failure(code, str(error), key) from error
-        except boto3.exceptions.S3UploadFailedError as error:
-            raise self._failure("", str(error), key) from error
-        except botocore.exceptions.NoCredentialsError as error:
-            raise UserError(
-                f"{self.uri}: no credentials found; set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or a profile"
-            ) from error
-        except (
-            botocore.exceptions.EndpointConnectionError,
-            botocore.exceptions.ConnectTimeoutError,
-        ) as error:
-            raise UserError(
-                f"{self.uri}: no answer from {self._client.meta.endpoint_url}; check the network "
-                "and --endpoint-url"
-            ) from error
-        except botocore.exceptions.BotoCoreError as error:
-            raise UserError(f"{self.uri}: {error}") from error
 
-    def _failure(self, code: str, text: str, key: str) -> UserError:
-        endpoint = self._client.meta.endpoint_url
-        where = f"s3://{self._bucket}/{self._prefix}{key}"
-        if code == "NoSuchBucket":
-            return UserError(f"{self.uri}: no such bucket at {endpoint}; check the name")
-        if code in ("NoSuchKey", "404"):
-            return ObjectMissing(f"{where}: no such object at {endpoint}")
-        if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"):
-            return UserError(
-                f"{self.uri}: {endpoint} does not take the credentials ({code}); check "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or refresh them"
-            )
-        if code in ("AccessDenied", "403"):
-            return UserError(
-                f"{where}: access denied by {endpoint}; the credentials lack this permission "
-                "(or the bucket wants a KMS key)"
-            )
-        return UserError(f"{where}: {text} (endpoint {endpoint})")
-
-
-class _CutBody(Exception):
-    """A body ended before its announced length."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place at the end, whole."""
+    # Named after machine and process, so that a rerun removes what a killed run left there and
+    # runs side by side keep out of each other's way.
+    stem = f"{TEMPORARY}{platform.node()}-"
+    temporary = path.with_name(f"{stem}{os.getpid()}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(stem)}*-{glob.escape(path.name)}"):
+            if not _is_running(left.name[len(stem) :].partition("-")[0]):
+                left.unlink(missing_ok=True)
+        temporary.touch()
+    except OSError as error:
+        raise UserError(f"{path.parent}: cannot write there ({error.strerror})") from error
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot write it ({error.strerror})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _unreadable(error: OSError) -> NoReturn:
@@ -366,7 +297,3 @@ def _is_running(pid: str) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _changed(uri: str, key: str) -> str:
-    return f"{uri}: {key} changed since the plan was made; rerun with --overwrite"

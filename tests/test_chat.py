@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from common.chat import ChatTokenizer, EncodeSettings, encode_row
+from common.chat import ChatTokenizer, EncodeSettings, encode_rows, row_texts
 from common.rows import Reject, RowRejected, parse_line
 from common.run import UserError
 from demo import tokenizer as demo_tokenizer
@@ -19,6 +19,7 @@ SETTINGS = EncodeSettings(
     thinking=True,
     preserve_thinking=False,
     no_reasoning="nonthinking",
+    too_long="cut",
     mask_token_id=None,
 )
 MASK_TOKEN = 248070
@@ -37,6 +38,14 @@ def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     demo_tokenizer.build(folder)
     return ChatTokenizer.load(str(folder))
+
+
+def encode_row(row, tokenizer, settings):
+    texts = row_texts(row, tokenizer, settings)
+    (result,) = encode_rows([row], [texts], tokenizer, tokenizer.reference, settings)
+    if isinstance(result, RowRejected):
+        raise result
+    return result
 
 
 def encode_file(name, tokenizer, *, prompts=None, **changes):
@@ -113,7 +122,10 @@ def test_h08_rows_without_reasoning_follow_the_policy(qwen):
     prompts = [qwen.decode(row.input_ids[~row.loss_mask].tolist()) for _, row in kept]
     empty_block = "<think>\n\n</think>\n\n"
     assert [prompt.endswith(empty_block) for prompt in prompts] == [True, True, False]
-    assert [row.no_reasoning for _, row in kept] == [True, False, False]
+    lines = (CASES / "h08-no-reasoning.jsonl").read_bytes().splitlines()
+    rows = [parse_line(line, fallback_id="x")[0] for line in lines]
+    counted = [row_texts(row, qwen, SETTINGS).no_reasoning for row in rows]
+    assert counted == [True, False, False]
     third = qwen.decode(kept[2][1].input_ids[kept[2][1].loss_mask].tolist())
     assert third.startswith("\n</think>\n\nSo the whole")
     kept, _ = encode_file("h08-no-reasoning.jsonl", qwen, no_reasoning="empty")

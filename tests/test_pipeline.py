@@ -81,7 +81,7 @@ def test_colocated_on_two_ranks_survives_a_dropped_connection(chain):
 def test_pipeline_passes_the_exit_code_of_stage_1_on(chain):
     result = run_pipeline({**chain, "INPUT": chain["INPUT"] + "/nothing"})
     assert result.returncode == 1 and "cannot read it" in result.stderr
-    result = run_pipeline({**chain, "TOKENIZE_FLAGS": "--workers none"})
+    result = run_pipeline({**chain, "TOKENIZE_FLAGS": "--tokenize-workers none"})
     assert result.returncode == 2
 
 

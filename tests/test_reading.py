@@ -2,15 +2,15 @@
 
 import gzip
 import os
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
 
 from common import reading
+from common.plan import InputRange
 from common.run import UserError
-from common.shards import InputRange
 from common.store import open_store
 
 
@@ -61,32 +61,22 @@ def test_a_cut_object_is_named_and_not_read_short(tmp_path, kind):
         list(reading.read_blocks(store, whole, kind))
 
 
-def test_a_reading_thread_keeps_two_blocks_at_most_and_stops_when_told():
-    made, stopped = [], threading.Event()
+def test_a_byte_budget_makes_readers_wait_but_lets_one_large_block_through():
+    budget, got = reading.ByteBudget(100), []
 
-    def blocks():
-        for number in range(100):
-            made.append(number)
-            yield reading.Block("k", number, b"", 0)
+    def take(amount):
+        got.append((amount, budget.acquire(amount)))
 
-    with ThreadPoolExecutor(1) as threads:
-        ahead = reading.Reading(blocks(), threads, stopped)
-        for number in range(10):
-            block = ahead.next_block()
-            assert block is not None and block.offset == number
-            assert len(made) <= number + 3
-        stopped.set()
-    assert len(made) < 15
-
-
-def test_a_reading_passes_on_what_went_wrong_and_ends_with_none():
-    def blocks():
-        yield reading.Block("k", 0, b"", 0)
-        raise UserError("broken")
-
-    with ThreadPoolExecutor(1) as threads:
-        ahead = reading.Reading(blocks(), threads, threading.Event())
-        assert ahead.next_block() is not None
-        with pytest.raises(UserError, match="broken"):
-            ahead.next_block()
-        assert reading.Reading(iter(()), threads, threading.Event()).next_block() is None
+    with ThreadPoolExecutor(2) as threads:
+        assert budget.acquire(1000)  # alone, however large
+        waiting = threads.submit(take, 60)
+        time.sleep(0.2)
+        assert got == []
+        budget.release(1000)
+        waiting.result(10)
+        waiting = threads.submit(take, 41)
+        time.sleep(0.2)
+        assert got == [(60, True)]
+        budget.close()
+        waiting.result(10)
+    assert got == [(60, True), (41, False)]

@@ -9,18 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from common.plan import InputRange, Plan, partition
 from common.run import UserError, json_bytes
 from common.shards import (
     LENGTH_EDGES,
-    InputRange,
-    Plan,
     ShardWriter,
     TokenizedDataset,
     base_id,
     closing_files,
     is_held_out,
-    partition,
     record_key,
+    row_batch,
     shard_name,
 )
 from common.store import Entry
@@ -91,11 +90,22 @@ def rows(count, seed=0):
         )
 
 
+def batches(some_rows, size=700):
+    """Rows as the record batches of encoded blocks, `size` in each."""
+    some_rows = list(some_rows)
+    for start in range(0, len(some_rows), size):
+        ids, tokens, masks, sources = zip(*some_rows[start : start + size], strict=True)
+        yield row_batch(
+            ids, np.array(list(map(len, tokens))), np.concatenate(tokens), np.concatenate(masks),
+            sources,
+        )  # fmt: skip
+
+
 def write_shard(folder, index, plan, count):
     path = folder / f"{shard_name(index)}.arrow"
     writer = ShardWriter(path)
-    for row in rows(count, seed=index):
-        writer.add(*row)
+    for batch in batches(rows(count, seed=index)):
+        writer.add_batch(batch)
     record = {
         **writer.finish(), "version": 1, "index": index, "plan_sha256": plan.sha256,
         "file": path.name, "rejected": {}, "cut": 0, "no_reasoning": 0,
@@ -149,8 +159,8 @@ def test_a_damaged_shard_is_refused(tmp_path, harm):
     path = tmp_path / "shard-00000.arrow"
     if harm == "cut at a batch":  # a valid, shorter stream
         writer = ShardWriter(path)
-        for row in list(rows(1500))[:1024]:
-            writer.add(*row)
+        for batch in batches(list(rows(1500))[:1024]):
+            writer.add_batch(batch)
         writer.finish()
     elif harm == "one byte":
         data = bytearray(path.read_bytes())

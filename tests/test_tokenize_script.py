@@ -21,7 +21,7 @@ from tests.servers import free_port
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = [sys.executable, str(ROOT / "tokenize_completions.py")]
-FLAGS = ("--min-loss-tokens", "4", "--workers", "2", "--max-reject-rate", "1")
+FLAGS = ("--min-loss-tokens", "4", "--tokenize-workers", "2", "--max-reject-rate", "1")
 
 
 def line(number, text="and so on"):
@@ -131,8 +131,8 @@ def test_rows_rejects_and_records_are_right(inputs, tmp_path, tokenizer):
 
 
 def test_bytes_do_not_depend_on_workers_or_on_who_did_which_part(inputs, tmp_path, tokenizer):
-    tokenize(inputs, tmp_path / "one", tokenizer, "--num-shards", "4", "--workers", "1")
-    tokenize(inputs, tmp_path / "two", tokenizer, "--num-shards", "4", "--workers", "3")
+    tokenize(inputs, tmp_path / "one", tokenizer, "--num-shards", "4", "--tokenize-workers", "1")
+    tokenize(inputs, tmp_path / "two", tokenizer, "--num-shards", "4", "--tokenize-workers", "3")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     for part in ("2:4", "0:1", "1:2"):
         tokenize(inputs, tmp_path / "three", tokenizer, "--num-shards", "4", "--shards", part)
@@ -346,7 +346,7 @@ def test_mistakes_are_one_or_two_lines(inputs, tmp_path, tokenizer, moto, rclone
         ({"--mask-token": "<nothing>"}, 1, "--mask-token", None),
         ({"--shards": "0:99"}, 2, "--shards", None),
         ({"--shards": "3"}, 2, "--shards", None),
-        ({"--workers": "0"}, 2, "--workers", None),
+        ({"--tokenize-workers": "0"}, 2, "--tokenize-workers", None),
         ({"--output": inputs / "deep"}, 2, "lies inside --input", None),
         ({"--max-reject-rate": "0.001"}, 1, "--max-reject-rate", None),
         ({"--max-reject-rate": "0.001"}, 1, "--max-reject-rate", None),  # a rerun is no cure
@@ -371,7 +371,7 @@ def test_a_full_disk_is_one_line(inputs, tmp_path, tokenizer):
     with (inputs / "huge.jsonl").open("wb") as file:
         file.truncate(10**13)
     result = run_script(*flags[:2], "--output", tmp_path / "other", *flags[4:], "--num-shards", "1")
-    assert result.returncode == 1 and "10.0TB; name a larger disk" in result.stderr
+    assert result.returncode == 1 and "20.0TB; name a larger disk" in result.stderr
 
 
 def test_shards_are_plain_arrow_streams(inputs, tmp_path, tokenizer):

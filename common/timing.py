@@ -1,0 +1,47 @@
+"""Where the time goes: CPU seconds by step, in threads and processes."""
+
+import resource
+import threading
+import time
+from collections.abc import Mapping
+
+
+class Seconds:
+    """Sums of seconds by name that threads may add to at once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        with self._lock:
+            for name, amount in seconds.items():
+                self._sums[name] = self._sums.get(name, 0.0) + amount
+
+    def sums(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._sums)
+
+
+class Clock:
+    """Charges this thread's CPU time since the last charge to a step."""
+
+    def __init__(self) -> None:
+        self.cpu_s: dict[str, float] = {}
+        self._last = time.thread_time()
+
+    def charge(self, step: str) -> None:
+        now = time.thread_time()
+        self.cpu_s[step] = self.cpu_s.get(step, 0.0) + now - self._last
+        self._last = now
+
+
+def children_cpu_s() -> float:
+    """CPU seconds, user and system, of the child processes that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return ended.ru_utime + ended.ru_stime
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size that this process ever had, shared pages included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
