@@ -33,10 +33,12 @@ from typing import Any
 
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings
+from common.cluster import RayFlow, ShardSpec
 from common.encoding import (
     ENGINE,
     EncodedBlock,
     Encoder,
+    Prompts,
     ShortcutDiffers,
     check_surely,
     encode_surely,
@@ -46,7 +48,7 @@ from common.encoding import (
 from common.engines import ENGINES, choose_engine
 from common.lifetime import file_lock
 from common.machine import default_workers
-from common.pipeline import UPLOADS_AHEAD, BlockDone, ShardDone, ShardPipeline
+from common.pipeline import UPLOADS_AHEAD, BlockDone, Flow, ShardDone, ShardPipeline
 from common.plan import InputRange, Plan, partition, settle_plan
 from common.preview import print_row
 from common.reading import Block, find_compressed, read_blocks
@@ -70,6 +72,7 @@ INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 NO_REASONING_WARNING = 0.01
 LOCK_FILE, UPLOAD_JOURNAL = ".lock", "uploads"
 SAMPLE_BYTES, SAMPLE_FILES = 300_000, 4  # what --dry-run reads
+SHOWN_CHARS = 2_000  # of prompt and loss part each
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -131,6 +134,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-reject-rate", type=run.fraction, default=0.01, help="more rejects: exit 1; 1: never"
     )
     group = parser.add_argument_group("machine")
+    group.add_argument(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: a task for each shard on the cluster that ray.init() finds",
+    )
     group.add_argument(
         "--encoder",
         choices=ENGINES,
@@ -259,7 +268,7 @@ def dry_run(job: "Job", encoder: Encoder) -> None:
         cpu_s += sum(encoded.cpu_s.values())
         for number, row in enumerate(read_rows(encoded)):
             if number == 0 and not shown:
-                print_row(encoder.tokenizer, *row, where=block.key)
+                print_row(encoder.tokenizer, *row, where=block.key, longest=SHOWN_CHARS)
                 shown = True
         for reason, count in sorted(encoded.rejected.items()):
             print(f"{block.key}: {count} of {encoded.lines} lines rejected: {reason}")
@@ -370,6 +379,7 @@ class Job:
     folder: Path
     part: tuple[int, int]  # the shards asked for
     num_workers: int
+    prompts: Prompts | None
 
 
 def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -387,7 +397,7 @@ def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
         return {index: record for index, record in found if record is not None}
 
 
-def tokenize(job: Job, indexes: Sequence[int], pipeline: ShardPipeline, seen: Totals) -> Records:
+def tokenize(job: Job, indexes: Sequence[int], flow: Flow, seen: Totals) -> Records:
     """Write and commit the shards; their records.
 
     `seen` counts the rows of all blocks, committed or not yet.
@@ -396,7 +406,7 @@ def tokenize(job: Job, indexes: Sequence[int], pipeline: ShardPipeline, seen: To
     total = sum(job.plan.shard_bytes(index) for index in indexes)
     bar = run.Progress(job.log, total=total, unit="B")
     began = time.monotonic()
-    with contextlib.closing(bar), contextlib.closing(pipeline.events(indexes)) as events:
+    with contextlib.closing(bar), contextlib.closing(flow.events(indexes)) as events:
         for event in events:
             stored = 0
             if isinstance(event, BlockDone):
@@ -405,20 +415,20 @@ def tokenize(job: Job, indexes: Sequence[int], pipeline: ShardPipeline, seen: To
             if isinstance(event, ShardDone):
                 records[event.record["index"]] = event.record
             elapsed = time.monotonic() - began
-            fields = progress_fields(len(records), len(indexes), seen, pipeline, elapsed)
+            fields = progress_fields(len(records), len(indexes), seen, flow, elapsed)
             bar.update(stored, **fields)
             if isinstance(event, ShardDone):
                 name = shard_name(event.record["index"])
                 job.log.info(run.format_fields({**fields, "committed": name}))
-    if pipeline.failures:
+    if flow.failures:
         raise run.UserError(
-            "; ".join(f"{shard_name(index)}: {text}" for index, text in pipeline.failures.items())
+            "; ".join(f"{shard_name(index)}: {text}" for index, text in flow.failures.items())
         )
     return records
 
 
 def progress_fields(
-    done: int, count: int, seen: Totals, pipeline: ShardPipeline, elapsed_s: float
+    done: int, count: int, seen: Totals, flow: Flow, elapsed_s: float
 ) -> dict[str, str]:
     return {
         "shards": f"{done}/{count}",
@@ -427,9 +437,9 @@ def progress_fields(
         "loss": f"{seen.loss_share:.1%}",
         "samples/s": f"{seen.rows / elapsed_s:,.0f}",
         "tokens/s": run.format_count(seen.tokens / elapsed_s),
-        "s3_in": f"{run.format_bytes(pipeline.bytes_in / elapsed_s)}/s",
-        "s3_out": f"{run.format_bytes(pipeline.bytes_out / elapsed_s)}/s",
-        "bottleneck": pipeline.bottleneck,
+        "s3_in": f"{run.format_bytes(flow.bytes_in / elapsed_s)}/s",
+        "s3_out": f"{run.format_bytes(flow.bytes_out / elapsed_s)}/s",
+        "bottleneck": flow.bottleneck,
     }
 
 
@@ -526,26 +536,29 @@ def prepare(args: argparse.Namespace, log: Any, folder: Path) -> tuple[Job, Enco
         sse_kms_key=args.sse_kms_key,
         upload_journal=folder / UPLOAD_JOURNAL,
     )
-    prompts = connect(args.prompts) if args.prompts else None
     inputs = list_inputs(source, log)
-    prompt_entries = list_inputs(prompts, log) if prompts else []
     compressed = find_compressed(source, inputs, args.download_workers)
-    plan = make_plan(args, tokenizer, inputs, compressed, prompt_entries)
+    prompts = None
+    if args.prompts:
+        entries = list_inputs(connect(args.prompts), log)
+        packed = find_compressed(connect(args.prompts), entries, args.download_workers)
+        prompts = Prompts(args.prompts, tuple(entries), packed)
+    plan = make_plan(args, tokenizer, inputs, compressed, prompts.entries if prompts else ())
     first, last = part = args.shards or (0, len(plan.shards))
     if last > len(plan.shards):
         raise run.UsageError(f"--shards {first}:{last}: the plan has {len(plan.shards)} shards")
     engine = choose_engine(args.encoder, tokenizer.reference, tokenizer.tokenizer_json, log.info)
     num_workers = args.tokenize_workers or fitting_workers(log)
-    job = Job(args, log, source, output, plan, compressed, folder, part, num_workers)
+    job = Job(args, log, source, output, plan, compressed, folder, part, num_workers, prompts)
     facts = {"tokenize_workers": num_workers, "encoder": engine.name}
     run.print_settings(log, {**vars(args), **plan.settings, **facts})
     if not args.dry_run:
         output.check_writable()
         settle_plan(output, plan, overwrite=args.overwrite)
-    spool = folder / "prompts.sqlite" if prompts else None
-    if prompts and spool:
-        found = find_compressed(prompts, prompt_entries, args.download_workers)
-        spool_prompts(prompts, prompt_entries, found, spool)
+    spool = None
+    if prompts:
+        spool = folder / "prompts.sqlite"
+        spool_prompts(connect(prompts.uri), prompts, spool)
     settings = EncodeSettings(
         max_length=args.max_length,
         min_loss_tokens=args.min_loss_tokens,
@@ -579,19 +592,10 @@ def tokenize_checked(
         drop_shortcut(job, encoder, wrong, "before the run")
     while True:
         seen, watch = Totals(), StopWatch(began)
-        pool = WorkerPool(encoder, job.num_workers)
-        pipeline = ShardPipeline(
-            job.source,
-            job.output,
-            job.plan,
-            job.compressed,
-            folder=job.folder,
-            pool=pool,
-            download_workers=job.args.download_workers,
-        )
+        flow, pool = make_flow(job, encoder)
         try:
-            written = tokenize(job, todo, pipeline, seen)
-            return written, seen, watch.timings(pool, pipeline)
+            written = tokenize(job, todo, flow, seen)
+            return written, seen, watch.timings(flow, pool)
         except ShortcutDiffers as error:
             if kept or committed(job, todo):
                 raise run.UserError(
@@ -602,6 +606,43 @@ def tokenize_checked(
         except CredentialsExpired as error:
             done, count = len(kept) + len(committed(job, todo)), len(kept) + len(todo)
             raise run.UserError(f"{error}; {done} of {count} shards kept") from error
+
+
+def make_flow(job: Job, encoder: Encoder) -> tuple[Flow, WorkerPool | None]:
+    """What makes the shards: this machine's processes, or a cluster's."""
+    if job.args.executor == "ray":
+        return RayFlow(shard_spec(job, encoder)), None
+    pool = WorkerPool(encoder, job.num_workers)
+    pipeline = ShardPipeline(
+        job.source,
+        job.output,
+        job.plan,
+        job.compressed,
+        folder=job.folder,
+        pool=pool,
+        download_workers=job.args.download_workers,
+    )
+    return pipeline, pool
+
+
+def shard_spec(job: Job, encoder: Encoder) -> ShardSpec:
+    args, tokenizer = job.args, encoder.tokenizer
+    return ShardSpec(
+        source=args.input,
+        output=args.output,
+        store_options={"endpoint_url": args.endpoint_url},
+        output_options={"sse": args.sse, "sse_kms_key": args.sse_kms_key},
+        plan=job.plan,
+        compressed=job.compressed,
+        tokenizer_json=tokenizer.tokenizer_json,
+        template=tokenizer.template,
+        fast_rendering=tokenizer.fast_rendering,
+        engine="tokenizers" if encoder.engine is tokenizer.reference else "fastokens",
+        encode_settings=encoder.settings,
+        all_turns=args.turns == "all",
+        prompts=job.prompts,
+        download_workers=args.download_workers,
+    )
 
 
 def check_first_rows(job: Job, encoder: Encoder, todo: Sequence[int]) -> str | None:
@@ -642,24 +683,25 @@ class StopWatch:
             "startup_cpu_s": self._cpu + self._children,
         }
 
-    def timings(self, pool: WorkerPool, pipeline: ShardPipeline) -> dict[str, Any]:
+    def timings(self, flow: Flow, pool: WorkerPool | None) -> dict[str, Any]:
         """Seconds by step, once the workers have ended; peaks of memory."""
+        handover_s = pool.handover_cpu_s if pool else 0.0
         parent_s = time.process_time() - self._cpu
         workers_s = children_cpu_s() - self._children
-        steps = pipeline.cpu_s.sums()
+        steps = flow.cpu_s.sums()
         download_s = steps.get("download", 0.0)
         in_workers = sum(steps.values()) - download_s
-        steps["hand over"] = pool.handover_cpu_s + max(0.0, workers_s - in_workers)
-        steps["upload"] = max(0.0, parent_s - download_s - pool.handover_cpu_s)
+        steps["hand over"] = handover_s + max(0.0, workers_s - in_workers)
+        steps["upload"] = max(0.0, parent_s - download_s - handover_s)
         return {
             **self._startup,
             "work_s": time.monotonic() - self._work,
             "work_cpu_s": parent_s + workers_s,
             "steps_cpu_s": steps,
-            "waiting_s": pipeline.waits_s.sums(),
+            "waiting_s": flow.waits_s.sums(),
             "peak_memory_bytes": {
                 "parent": peak_memory_bytes(),
-                "worker": pool.peak_bytes,
+                "worker": pool.peak_bytes if pool else 0,
             },
         }
 

@@ -94,7 +94,7 @@ class ChatTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = _environment().from_string(template)
-        self.tokenizer_json = tokenizer_json
+        self.tokenizer_json, self.template = tokenizer_json, template
         self.tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
         self.template_sha256 = hashlib.sha256(template.encode()).hexdigest()
         self.fast_rendering = self.template_sha256 in KNOWN_TEMPLATES

@@ -11,7 +11,7 @@ import json
 import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,22 @@ class ShortcutDiffers(Exception):
         self.shortcut, self.where = shortcut, where
 
 
-def spool_prompts(
-    store: Store, entries: Sequence[Entry], compressed: dict[str, str], path: Path
-) -> None:
+@dataclass(frozen=True)
+class Prompts:
+    """The objects of --prompts, and the compression of those that are compressed."""
+
+    uri: str
+    entries: tuple[Entry, ...]
+    compressed: Mapping[str, str]
+
+
+def spool_prompts(store: Store, prompts: Prompts, path: Path) -> None:
     """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left."""
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("create table requests (custom_id text primary key, body text)")
-        for entry in entries:
+        for entry in prompts.entries:
             whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
-            for block in read_blocks(store, whole, compressed.get(entry.key)):
+            for block in read_blocks(store, whole, prompts.compressed.get(entry.key)):
                 for line in block.data.split(b"\n"):
                     with contextlib.suppress(ValueError, KeyError, TypeError):
                         request = json.loads(line)
@@ -136,7 +143,7 @@ class Encoder:
         all_turns: bool,
     ) -> None:
         self.tokenizer, self.engine = tokenizer, engine
-        self._settings, self._prompts, self._all_turns = settings, prompts, all_turns
+        self.settings, self._prompts, self._all_turns = settings, prompts, all_turns
         self._database: sqlite3.Connection | None = None
 
     def drop(self, shortcut: str) -> None:
@@ -173,7 +180,7 @@ class Encoder:
             self._render(chunk)
             clock.charge("render")
             rows = [row for _, _, row in chunk.rows]
-            encoded = encode_rows(rows, chunk.texts, self.tokenizer, self.engine, self._settings)
+            encoded = encode_rows(rows, chunk.texts, self.tokenizer, self.engine, self.settings)
             clock.charge("encode")
             self._watch(task.key, chunk)
             clock.charge("check")
@@ -217,7 +224,7 @@ class Encoder:
         rendered = []
         for number, offset, row in chunk.rows:
             try:
-                chunk.texts.append(row_texts(row, self.tokenizer, self._settings))
+                chunk.texts.append(row_texts(row, self.tokenizer, self.settings))
                 rendered.append((number, offset, row))
             except RowRejected as error:
                 chunk.rejects.append((number, offset, Reject(row.id, error.reason, str(error))))
@@ -232,7 +239,7 @@ class Encoder:
     def _compare(self, row: Row, texts: RowTexts, where: str) -> None:
         tokenizer = self.tokenizer
         if tokenizer.fast_rendering:
-            truth = row_texts(row, tokenizer.by_template_alone(), self._settings)
+            truth = row_texts(row, tokenizer.by_template_alone(), self.settings)
             if truth != texts:
                 raise ShortcutDiffers(RENDERER, where)
         if self.engine is not tokenizer.reference:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common import run
 from common.encoding import AssembleTask, EncodedBlock, assemble_surely, encode_surely
@@ -27,7 +27,7 @@ from common.s3 import CredentialsExpired
 from common.shards import record_key, shard_name
 from common.store import Store
 from common.timing import Clock, Seconds
-from common.workers import WorkerDied, WorkerPool
+from common.workers import Pool, WorkerDied
 
 BLOCK_BYTES_AHEAD = 256_000_000  # read and not yet encoded, at most
 PIECES_AHEAD = 128  # beyond the one whose turn it is: what they make waits on the local disk
@@ -60,6 +60,21 @@ class StillWaiting:
     """Nothing happened for a moment."""
 
 
+class Flow(Protocol):
+    """What makes shards and tells how it goes; see ShardPipeline."""
+
+    failures: dict[int, str]
+    waits_s: Seconds
+    cpu_s: Seconds
+    bytes_in: int
+    bytes_out: int
+
+    @property
+    def bottleneck(self) -> str: ...
+
+    def events(self, indexes: Sequence[int]) -> Generator["Event", None, None]: ...
+
+
 Event = BlockDone | ShardDone | StillWaiting
 
 
@@ -81,7 +96,7 @@ class ShardPipeline:
         compressed: Mapping[str, str],
         *,
         folder: Path,
-        pool: WorkerPool,
+        pool: Pool,
         download_workers: int,
     ) -> None:
         self._source, self._output, self._plan = source, output, plan

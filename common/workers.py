@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common.timing import peak_memory_bytes
 
@@ -51,6 +51,23 @@ class _Job:
 class Worker:
     process: BaseProcess
     connection: Connection
+
+
+class Pool(Protocol):
+    """What runs a handler somewhere else; see WorkerPool."""
+
+    @property
+    def idle(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def handover_cpu_s(self) -> float: ...
+
+    def submit(self, call: Callable[[Ask], Result], *, urgent: bool = False) -> Future[Result]: ...
+
+    def close(self) -> None: ...
 
 
 class WorkerPool:
