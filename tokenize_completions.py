@@ -397,12 +397,11 @@ def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
         return {index: record for index, record in found if record is not None}
 
 
-def tokenize(job: Job, indexes: Sequence[int], flow: Flow, seen: Totals) -> Records:
-    """Write and commit the shards; their records.
+def tokenize(job: Job, indexes: Sequence[int], flow: Flow, seen: Totals, records: Records) -> None:
+    """Write and commit the shards; `records` gets theirs.
 
     `seen` counts the rows of all blocks, committed or not yet.
     """
-    records: Records = {}
     total = sum(job.plan.shard_bytes(index) for index in indexes)
     bar = run.Progress(job.log, total=total, unit="B")
     began = time.monotonic()
@@ -424,7 +423,6 @@ def tokenize(job: Job, indexes: Sequence[int], flow: Flow, seen: Totals) -> Reco
         raise run.UserError(
             "; ".join(f"{shard_name(index)}: {text}" for index, text in flow.failures.items())
         )
-    return records
 
 
 def progress_fields(
@@ -591,10 +589,10 @@ def tokenize_checked(
     if todo and (wrong := check_first_rows(job, encoder, todo)) is not None:
         drop_shortcut(job, encoder, wrong, "before the run")
     while True:
-        seen, watch = Totals(), StopWatch(began)
+        seen, written, watch = Totals(), Records(), StopWatch(began)
         flow, pool = make_flow(job, encoder)
         try:
-            written = tokenize(job, todo, flow, seen)
+            tokenize(job, todo, flow, seen, written)
             return written, seen, watch.timings(flow, pool)
         except ShortcutDiffers as error:
             if kept or committed(job, todo):
@@ -604,7 +602,7 @@ def tokenize_checked(
                 ) from error
             drop_shortcut(job, encoder, error.shortcut, error.where)
         except CredentialsExpired as error:
-            done, count = len(kept) + len(committed(job, todo)), len(kept) + len(todo)
+            done, count = len(kept) + len(written), len(kept) + len(todo)
             raise run.UserError(f"{error}; {done} of {count} shards kept") from error
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +54,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(command: list[str], port: int) -> Iterator[S3Server]:
+def serving(
+    command: list[str], port: int, stop_signal: int = signal.SIGKILL
+) -> Iterator[S3Server]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
@@ -64,7 +67,7 @@ def serving(command: list[str], port: int) -> Iterator[S3Server]:
             time.sleep(0.05)
         yield S3Server(f"http://127.0.0.1:{port}")
     finally:
-        process.kill()
+        process.send_signal(stop_signal)
         process.wait()
 
 
