@@ -1,5 +1,6 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
 # make test       the test suite; `make test-slow` adds the full counts
+# make bench-tokenize   stage 1 against its goals, on this machine
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
 # passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
@@ -8,7 +9,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow clean
+.PHONY: demo test test-slow bench-tokenize clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -18,6 +19,9 @@ test: .venv/ready
 
 test-slow: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 -m slow
+
+bench-tokenize: .venv/ready
+	@.venv/bin/python -m tests.bench.bench_tokenize
 
 clean:
 	rm -rf .demo .cache

@@ -728,10 +728,7 @@ def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]
     """
     place = parent or Path(tempfile.gettempdir())
     try:
-        for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
-            with contextlib.suppress(OSError), file_lock(left):  # BlockingIOError: its run lives
-                abort_left_uploads(left.with_name(UPLOAD_JOURNAL), endpoint_url=endpoint_url)
-                shutil.rmtree(left.parent)
+        remove_left_folders(place, endpoint_url)
         hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
     except OSError as error:
         raise run.UserError(f"--work-dir {place}: {error.strerror}") from error
@@ -742,6 +739,15 @@ def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_left_folders(place: Path, endpoint_url: str | None) -> None:
+    """Clean up after runs that were killed here; what cannot be cleaned stays for the next run."""
+    for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
+        # BlockingIOError, an OSError: its run lives. UserError: the run will say what S3 refuses.
+        with contextlib.suppress(OSError, run.UserError), file_lock(left):
+            abort_left_uploads(left.with_name(UPLOAD_JOURNAL), endpoint_url=endpoint_url)
+            shutil.rmtree(left.parent)
 
 
 def check_space(job: Job, todo: Sequence[int]) -> None:

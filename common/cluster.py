@@ -6,6 +6,8 @@ own for input and output; `common/` and the tokenizer they get from the driver.
 """
 
 import functools
+import os
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,6 +27,7 @@ from common.timing import Seconds, peak_memory_bytes
 from common.workers import Ask
 
 WAIT_S = 1.0
+CONNECT_S = 10.0
 Result = TypeVar("Result")
 
 
@@ -70,10 +73,14 @@ class RayFlow:
         return "cluster"
 
     def events(self, indexes: Sequence[int]) -> Generator[Event, None, None]:
-        """Make these shards; what happens on the way. Raises UserError without Ray."""
+        """Make these shards; what happens on the way. Raises UserError without one."""
         ray = _import_ray()
+        _check_address(os.environ.get("RAY_ADDRESS", ""))
         runtime = {"py_modules": [str(Path(__file__).resolve().parent)]}
-        ray.init(ignore_reinit_error=True, runtime_env=runtime, log_to_driver=False)
+        try:
+            ray.init(ignore_reinit_error=True, runtime_env=runtime, log_to_driver=False)
+        except ConnectionError as error:
+            raise UserError("--executor ray: no Ray cluster where RAY_ADDRESS says") from error
         try:
             spec = ray.put(self._spec)
             task = ray.remote(num_cpus=1)(make_shard)
@@ -174,6 +181,19 @@ def _tokenizer(tokenizer_json: bytes, template: str, engine: str) -> tuple[ChatT
     tokenizer = ChatTokenizer(tokenizer_json, template)
     choice = choose_engine(engine, tokenizer.reference, tokenizer_json, lambda text: None)
     return tokenizer, choice
+
+
+def _check_address(address: str) -> None:
+    """Refuse host:port where nobody listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return  # none, auto, or a client address, which Ray refuses quickly
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"--executor ray: nobody answers at RAY_ADDRESS {address} ({error.strerror or error})"
+        ) from error
 
 
 def _import_ray() -> Any:

@@ -23,6 +23,7 @@ import boto3
 import boto3.exceptions
 import botocore.exceptions
 import botocore.parsers
+import urllib3
 from botocore.config import Config
 
 from common.run import UserError
@@ -74,7 +75,8 @@ class CutAnswer(Exception):
     """An answer ended before its time; asking again may help."""
 
 
-CUT = (CutAnswer, botocore.parsers.ResponseParserError)
+# The last: botocore lets an error's body that breaks off through as it is (1.44.8).
+CUT = (CutAnswer, botocore.parsers.ResponseParserError, urllib3.exceptions.HTTPError)
 
 
 class _RangePastEnd(UserError):

@@ -24,14 +24,15 @@ class Seconds:
 
 
 class Clock:
-    """Charges this thread's CPU time since the last charge to a step."""
+    """Charges the CPU time since the last charge to a step: this thread's, or all the process's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole_process: bool = False) -> None:
         self.cpu_s: dict[str, float] = {}
-        self._last = time.thread_time()
+        self._read = time.process_time if whole_process else time.thread_time
+        self._last = self._read()
 
     def charge(self, step: str) -> None:
-        now = time.thread_time()
+        now = self._read()
         self.cpu_s[step] = self.cpu_s.get(step, 0.0) + now - self._last
         self._last = now
 

@@ -7,6 +7,7 @@ that is stopped or gets nowhere is killed, which makes it a dead one.
 
 import gc
 import itertools
+import mmap
 import os
 import queue
 import signal
@@ -28,7 +29,8 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 STOPPED_S = 3.0  # a worker in state T this long is given up
 STUCK_S = 60.0  # and one that has work but used no CPU time
 POLL_S = 0.5
-CHUNK_BYTES = 1 << 18  # a pipe takes larger ones at a third of the speed
+SLOT_BYTES = 9_000_000  # memory that a worker shares with the parent, a usual task's bytes
+CHUNK_BYTES = 1 << 18  # of larger ones: a pipe takes longer pieces at a third of the speed
 
 Result = TypeVar("Result")
 
@@ -51,6 +53,7 @@ class _Job:
 class Worker:
     process: BaseProcess
     connection: Connection
+    slot: mmap.mmap
 
 
 class Pool(Protocol):
@@ -114,6 +117,7 @@ class WorkerPool:
             thread.join()
         for worker in self._workers:
             worker.process.join()
+            worker.slot.close()
         while not self._jobs.empty():
             self._jobs.get().future.cancel()
 
@@ -146,10 +150,13 @@ class WorkerPool:
             self.handover_cpu_s += cpu_s
 
     def _exchange(self, worker: Worker, task: Any, payload: bytes) -> Any:
+        if len(payload) <= SLOT_BYTES:
+            worker.slot[: len(payload)] = payload
         worker.connection.send((task, len(payload)))
-        with memoryview(payload) as view:
-            for start in range(0, len(view), CHUNK_BYTES):
-                worker.connection.send_bytes(view[start : start + CHUNK_BYTES])
+        if len(payload) > SLOT_BYTES:
+            with memoryview(payload) as view:
+                for start in range(0, len(view), CHUNK_BYTES):
+                    worker.connection.send_bytes(view[start : start + CHUNK_BYTES])
         watch = _Watch(worker.process.pid)
         while not worker.connection.poll(POLL_S):
             if watch.gets_nowhere():
@@ -167,6 +174,7 @@ class WorkerPool:
             dead.process.kill()
             dead.process.join()
             dead.connection.close()
+            dead.slot.close()
             self._workers.remove(dead)
             self._workers.append(self._fork())
             return self._workers[-1]
@@ -175,8 +183,9 @@ class WorkerPool:
         """Start a worker; never two at once, or one would hold the other's pipe open."""
         context = get_context("fork")
         ours, theirs = context.Pipe()
+        slot = mmap.mmap(-1, SLOT_BYTES)
         process = context.Process(
-            target=_work, args=(self._handler, theirs, os.getpid()), daemon=True
+            target=_work, args=(self._handler, theirs, slot, os.getpid()), daemon=True
         )
         # Until it has its own handlers a worker would run ours, and may swallow a signal in them.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -185,7 +194,7 @@ class WorkerPool:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         theirs.close()
-        return Worker(process, ours)
+        return Worker(process, ours, slot)
 
 
 class _Watch:
@@ -208,7 +217,7 @@ class _Watch:
         return now - self._ran > STOPPED_S or now - self._moved > STUCK_S
 
 
-def _work(handler: Handler, connection: Connection, parent: int) -> None:
+def _work(handler: Handler, connection: Connection, slot: mmap.mmap, parent: int) -> None:
     """A worker: do what comes in until the parent is gone; signals are left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -222,12 +231,17 @@ def _work(handler: Handler, connection: Connection, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
     while True:
         task, size = connection.recv()
-        payload, filled = bytearray(size), 0
-        while filled < size:
-            filled += connection.recv_bytes_into(payload, filled)
+        payload = slot[:size] if size <= SLOT_BYTES else _receive(connection, size)
         try:
-            result = handler(task, bytes(payload))
+            result = handler(task, payload)
         except Exception as error:
             error.add_note(traceback.format_exc())
             result = error
         connection.send((result, peak_memory_bytes()))
+
+
+def _receive(connection: Connection, size: int) -> bytes:
+    payload, filled = bytearray(size), 0
+    while filled < size:
+        filled += connection.recv_bytes_into(payload, filled)
+    return bytes(payload)

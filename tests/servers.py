@@ -55,9 +55,15 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    command: list[str], port: int, stop_signal: int = signal.SIGKILL
+    command: list[str],
+    port: int,
+    *,
+    stop_signal: int = signal.SIGKILL,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[S3Server]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + 60
         while True:

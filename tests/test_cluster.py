@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,14 +27,18 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster():
     """A Ray head of its own with two CPUs; the environment in which ray.init() finds it."""
-    port = free_port()
-    ray = str(Path(sys.executable).parent / "ray")
+    port, ray = free_port(), str(Path(sys.executable).parent / "ray")
     command = [
-        ray, "start", "--head", "--port", str(port), "--num-cpus", "2", "--disable-usage-stats",
-        "--include-dashboard", "false", "--block",
+        ray, "start", "--head", "--port", str(port), "--node-ip-address", "127.0.0.1",
+        "--num-cpus", "2", "--disable-usage-stats", "--include-dashboard", "false", "--block",
     ]  # fmt: skip
-    with serving(command, port, stop_signal=signal.SIGTERM):
-        yield {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # socket paths are short
+        environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_ADDRESS": "auto"}
+        with serving(command, port, stop_signal=signal.SIGTERM, environment=environment):
+            join = [sys.executable, "-c", "import ray; ray.init(log_to_driver=False)"]
+            while subprocess.run(join, env=environment, stderr=subprocess.DEVNULL).returncode:
+                time.sleep(0.5)
+            yield environment
 
 
 def tasks_at_work():
@@ -70,7 +74,6 @@ def test_a_cluster_makes_the_same_bytes_though_a_task_is_killed(cluster, tokeniz
     assert "shards=5/5" in said and "bottleneck=cluster" in said
     tokenize(source, tmp_path / "calm", tokenizer, *flags)
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
-    shutil.rmtree(source)
 
 
 def test_what_a_task_refuses_is_one_line(cluster, tokenizer, tmp_path):
@@ -98,3 +101,16 @@ def test_without_ray_it_says_what_to_install(tokenizer, tmp_path):
         "--executor", "ray", environment={**os.environ, "PYTHONPATH": str(blocked.parent)},
     )  # fmt: skip
     assert result.returncode == 1 and "pip install ray" in result.stderr.splitlines()[-1]
+
+
+def test_an_unreachable_cluster_is_one_line(tokenizer, tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_text(make_line(1) + "\n")
+    address = {"RAY_ADDRESS": f"127.0.0.1:{free_port()}"}
+    result = run_script(
+        "--input", source, "--output", tmp_path / "out", "--tokenizer", tokenizer,
+        "--executor", "ray", environment={**os.environ, **address},
+    )  # fmt: skip
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "RAY_ADDRESS" in result.stderr.splitlines()[-1]
