@@ -20,14 +20,11 @@ import functools
 import itertools
 import json
 import math
-import re
 import shutil
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +33,22 @@ from common.chat import ChatTokenizer, EncodeSettings
 from common.cluster import RayFlow, ShardSpec
 from common.encoding import (
     ENGINE,
-    EncodedBlock,
     Encoder,
     Prompts,
     ShortcutDiffers,
     check_surely,
-    encode_surely,
-    read_rows,
     spool_prompts,
 )
 from common.engines import ENGINES, choose_engine
-from common.lifetime import file_lock
 from common.machine import default_workers
 from common.pipeline import UPLOADS_AHEAD, BlockDone, Flow, ShardDone, ShardPipeline
-from common.plan import InputRange, Plan, partition, settle_plan
-from common.preview import print_row
-from common.reading import Block, find_compressed, read_blocks
+from common.plan import Plan, partition, settle_plan
+from common.preview import print_committed, print_plan
+from common.reading import find_compressed, first_block
+from common.report import StopWatch, Totals, print_summary, progress_fields
 from common.rows import REASONS, ROW_VERSION
-from common.s3 import CredentialsExpired, abort_left_uploads
-from common.shards import TokenizedDataset, closing_files, record_key, shard_name
+from common.s3 import CredentialsExpired
+from common.shards import closing_files, record_key, shard_name
 from common.store import (
     Entry,
     ObjectMissing,
@@ -63,16 +57,14 @@ from common.store import (
     add_store_write_arguments,
     open_store,
 )
-from common.timing import children_cpu_s, peak_memory_bytes
 from common.workers import WorkerPool
+from common.workfolder import UPLOAD_JOURNAL, work_folder
 
 DEFAULT_MASK_TOKEN = "<|audio_start|>"
 SHARD_BYTES = 200_000_000
 INPUT_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 NO_REASONING_WARNING = 0.01
-LOCK_FILE, UPLOAD_JOURNAL = ".lock", "uploads"
-SAMPLE_BYTES, SAMPLE_FILES = 300_000, 4  # what --dry-run reads
-SHOWN_CHARS = 2_000  # of prompt and loss part each
+CHECKED_FILES = 4  # in which rows are looked for to check the shortcuts on
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -243,124 +235,6 @@ def find_mask_token(name: str | None, tokenizer: ChatTokenizer) -> tuple[str | N
     return (None, None) if token_id is None else (name or DEFAULT_MASK_TOKEN, token_id)
 
 
-# ---- looking before and after
-
-
-def dry_run(job: "Job", encoder: Encoder) -> None:
-    """Print the plan, and from a sample of the inputs what will come of it, and one row."""
-    plan = job.plan
-    for index, parts in enumerate(plan.shards):
-        size = run.format_bytes(plan.shard_bytes(index))
-        print(f"{shard_name(index)}  {size:>8}  {len(parts)} inputs")
-    print(
-        f"{len(plan.shards)} shards, {run.format_bytes(plan.planned_bytes)}, "
-        f"{len(job.compressed)} compressed inputs (each is read by one thread and never cut)"
-    )
-    read, rows, tokens, cpu_s = 0, 0, 0, 0.0
-    shown = False
-    for part in itertools.islice(itertools.chain(*plan.shards), SAMPLE_FILES):
-        block = first_block(job.source, part, job.compressed)
-        if block is None:
-            continue
-        (encoded,) = encode_surely(encoder, block, job.folder / "sample")
-        read += len(block.data)
-        rows, tokens = rows + encoded.rows, tokens + encoded.tokens
-        cpu_s += sum(encoded.cpu_s.values())
-        for number, row in enumerate(read_rows(encoded)):
-            if number == 0 and not shown:
-                print_row(encoder.tokenizer, *row, where=block.key, longest=SHOWN_CHARS)
-                shown = True
-        for reason, count in sorted(encoded.rejected.items()):
-            print(f"{block.key}: {count} of {encoded.lines} lines rejected: {reason}")
-    if not read:
-        return
-    scale = plan.planned_bytes / read
-    print(
-        f"about {run.format_count(rows * scale)} rows, {run.format_count(tokens * scale)} tokens, "
-        f"{run.format_duration(cpu_s * scale / job.num_workers)} of encoding on {job.num_workers} "
-        "workers (compressed inputs hold more than their bytes say)"
-    )
-
-
-def first_block(source: Store, part: InputRange, all_compressed: Mapping[str, str]) -> Block | None:
-    """The first lines of an input, about SAMPLE_BYTES of them; None when it has none."""
-    compression = all_compressed.get(part.key)
-    end = part.end if compression else min(part.end, part.start + SAMPLE_BYTES)
-    piece = InputRange(part.key, part.size, part.etag, part.start, end)
-    block = next(read_blocks(source, piece, compression), None)
-    if block is None or len(block.data) <= 2 * SAMPLE_BYTES:
-        return block
-    cut = block.data.find(b"\n", SAMPLE_BYTES) + 1
-    return Block(block.key, block.offset, block.data[: cut or None], block.stored)
-
-
-def inspect(args: argparse.Namespace) -> None:
-    """--inspect: print one committed row of a dataset, or of one of its shards."""
-    uri, colon, number = args.inspect.rpartition(":")
-    uri, row = (uri, int(number)) if colon and number.isdigit() else (args.inspect, 0)
-    folder, _, name = uri.rpartition("/")
-    only = re.fullmatch(r"shard-(\d{5,})\.arrow", name)
-    tokenizer = ChatTokenizer.load(args.tokenizer)
-    with work_folder(args.work_dir, args.endpoint_url) as cache:
-        dataset = TokenizedDataset(
-            (folder or ".") if only else uri, cache_dir=cache, endpoint_url=args.endpoint_url
-        )
-        plan = dataset.wait_for_plan(timeout_s=0)
-        if plan.tokenizer_sha256 != tokenizer.tokenizer_sha256:
-            raise run.UserError(f"{uri} was not tokenized with --tokenizer {args.tokenizer}")
-        before = 0
-        for index in [int(only[1])] if only else range(len(plan.shards)):
-            record = dataset.record(index)
-            if record is not None and row < before + record["rows"]:
-                shard, local = dataset.wait_for_shard(index, timeout_s=0), row - before
-                ids, mask = shard.input_ids(local), shard.loss_mask(local)
-                where = f"{shard_name(index)}:{local}"
-                print_row(tokenizer, shard.ids[local], ids, mask, where=where)
-                return
-            before += record["rows"] if record is not None else 0
-    raise run.UserError(f"--inspect {args.inspect}: only {before:,} rows are committed there")
-
-
-# ---- writing
-
-
-@dataclass
-class Totals:
-    """Sums over commit records, or over the blocks of a run so far."""
-
-    shards: int = 0
-    rows: int = 0
-    tokens: int = 0
-    loss_tokens: int = 0
-    cut: int = 0
-    no_reasoning: int = 0
-    duplicate_ids: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    unverified_history: int = 0  # only of blocks: a record does not tell
-
-    def add(self, record: dict[str, Any]) -> None:
-        self.shards += 1
-        for name in ("rows", "tokens", "loss_tokens", "cut", "no_reasoning", "duplicate_ids"):
-            setattr(self, name, getattr(self, name) + record[name])
-        self.rejected.update(record["rejected"])
-
-    def add_block(self, encoded: EncodedBlock) -> None:
-        self.rows += encoded.rows
-        self.tokens += encoded.tokens
-        self.loss_tokens += encoded.loss_tokens
-        self.unverified_history += encoded.unverified_history
-        self.rejected.update(encoded.rejected)
-
-    @property
-    def loss_share(self) -> float:
-        return self.loss_tokens / max(1, self.tokens)
-
-    @property
-    def reject_rate(self) -> float:
-        rejected = sum(self.rejected.values())
-        return rejected / max(1, self.rows + rejected)
-
-
 # ---- the run
 
 Records = dict[int, dict[str, Any]]  # commit records by shard
@@ -425,22 +299,6 @@ def tokenize(job: Job, indexes: Sequence[int], flow: Flow, seen: Totals, records
         )
 
 
-def progress_fields(
-    done: int, count: int, seen: Totals, flow: Flow, elapsed_s: float
-) -> dict[str, str]:
-    return {
-        "shards": f"{done}/{count}",
-        "samples": f"{seen.rows:,}",
-        "tokens": run.format_count(seen.tokens),
-        "loss": f"{seen.loss_share:.1%}",
-        "samples/s": f"{seen.rows / elapsed_s:,.0f}",
-        "tokens/s": run.format_count(seen.tokens / elapsed_s),
-        "s3_in": f"{run.format_bytes(flow.bytes_in / elapsed_s)}/s",
-        "s3_out": f"{run.format_bytes(flow.bytes_out / elapsed_s)}/s",
-        "bottleneck": flow.bottleneck,
-    }
-
-
 def finish_dataset(job: Job, known: Mapping[int, dict[str, Any]]) -> None:
     """When every shard is committed, make the folder one that `datasets` opens."""
     unknown = [index for index in range(len(job.plan.shards)) if index not in known]
@@ -452,50 +310,20 @@ def finish_dataset(job: Job, known: Mapping[int, dict[str, Any]]) -> None:
         job.output.write(name, data)
 
 
-def print_summary(
-    job: Job, totals: Totals, kept: int, seen: Totals, timings: Mapping[str, Any]
-) -> None:
-    """Sums over all shards asked for, kept ones included; rates over what was done now."""
-    rejected, work_s = sum(totals.rejected.values()), timings["work_s"]
-    steps, memory = Counter(timings["steps_cpu_s"]), timings["peak_memory_bytes"]
-    shares = ", ".join(
-        f"{step} {seconds / max(steps.total(), 1e-9):.0%}" for step, seconds in steps.most_common()
-    )
-    rows: list[tuple[str, Any]] = [
-        ("shards", f"{totals.shards - kept} written, {kept} kept"),
-        ("samples", f"{totals.rows:,}"),
-        ("tokens", run.format_count(totals.tokens)),
-        ("loss tokens", f"{totals.loss_share:.1%}"),
-        ("cut at max length", f"{totals.cut:,}"),
-        ("without reasoning", f"{totals.no_reasoning:,}"),
-        ("history thinking unverified", f"{seen.unverified_history:,}"),
-        ("duplicate ids", f"{totals.duplicate_ids:,}"),
-        ("rejected", f"{rejected:,} ({totals.reject_rate:.2%})"),
-        *[(f"  {reason}", f"{count:,}") for reason, count in sorted(totals.rejected.items())],
-        ("wall time", f"{run.format_duration(work_s)} after {timings['startup_s']:.1f}s start-up"),
-        ("samples/s", f"{seen.rows / work_s:,.0f}"),
-        ("tokens/s", run.format_count(seen.tokens / work_s)),
-        ("tokens per CPU-second", run.format_count(seen.tokens / max(timings["work_cpu_s"], 1e-9))),
-        ("CPU time", shares),
-        ("peak memory", f"parent {run.format_bytes(memory['parent'])}, "
-         f"largest worker {run.format_bytes(memory['worker'])}"),
-        ("output", job.output.uri),
-    ]  # fmt: skip
-    run.print_table("Tokenizing", rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     run.raise_on_sigterm()
     log = run.setup_logging("tokenize", debug=args.debug)
     if args.inspect:
-        inspect(args)
+        tokenizer = ChatTokenizer.load(args.tokenizer)
+        with work_folder(args.work_dir, args.endpoint_url) as cache:
+            print_committed(args.inspect, tokenizer, cache=cache, endpoint_url=args.endpoint_url)
         return 0
     started, began = run.utc_now(), time.monotonic()
     with work_folder(args.work_dir, args.endpoint_url) as folder:
         job, encoder = prepare(args, log, folder)
         if args.dry_run:
-            dry_run(job, encoder)
+            print_plan(job.source, job.plan, job.compressed, encoder, folder, job.num_workers)
             return 0
         first, last = job.part
         kept = committed(job, range(first, last))
@@ -517,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts |= {"encoder": encoder.engine.name, "timings": timings}
     stamp = started.replace(":", "").replace("-", "")
     job.output.write(f"runs/{stamp}-{first}-{last}.json", run.json_bytes(facts))
-    print_summary(job, totals, len(kept), seen, timings)
+    print_summary(totals, len(kept), seen, timings, job.output.uri)
     return verdict(args, log, totals)
 
 
@@ -650,10 +478,10 @@ def check_first_rows(job: Job, encoder: Encoder, todo: Sequence[int]) -> str | N
     """
     block = None
     for part in itertools.islice(
-        itertools.chain(*(job.plan.shards[index] for index in todo)), SAMPLE_FILES
+        itertools.chain(*(job.plan.shards[index] for index in todo)), CHECKED_FILES
     ):
         with contextlib.suppress(run.UserError):  # an unreadable input is the run's affair
-            block = first_block(job.source, part, job.compressed)
+            block = first_block(job.source, part, job.compressed.get(part.key))
         if block is not None:
             break
     with contextlib.closing(WorkerPool(encoder, 1)) as pool:
@@ -670,40 +498,6 @@ def drop_shortcut(job: Job, encoder: Encoder, shortcut: str, where: str) -> None
     encoder.drop(shortcut)
 
 
-class StopWatch:
-    """Wall and CPU time of start-up and of the work, and where it went."""
-
-    def __init__(self, began: float) -> None:
-        self._work, self._cpu = time.monotonic(), time.process_time()
-        self._children = children_cpu_s()
-        self._startup = {
-            "startup_s": self._work - began,
-            "startup_cpu_s": self._cpu + self._children,
-        }
-
-    def timings(self, flow: Flow, pool: WorkerPool | None) -> dict[str, Any]:
-        """Seconds by step, once the workers have ended; peaks of memory."""
-        handover_s = pool.handover_cpu_s if pool else 0.0
-        parent_s = time.process_time() - self._cpu
-        workers_s = children_cpu_s() - self._children
-        steps = flow.cpu_s.sums()
-        download_s = steps.get("download", 0.0)
-        in_workers = sum(steps.values()) - download_s
-        steps["hand over"] = handover_s + max(0.0, workers_s - in_workers)
-        steps["upload"] = max(0.0, parent_s - download_s - handover_s)
-        return {
-            **self._startup,
-            "work_s": time.monotonic() - self._work,
-            "work_cpu_s": parent_s + workers_s,
-            "steps_cpu_s": steps,
-            "waiting_s": flow.waits_s.sums(),
-            "peak_memory_bytes": {
-                "parent": peak_memory_bytes(),
-                "worker": pool.peak_bytes if pool else 0,
-            },
-        }
-
-
 def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
     """The exit code, and what deserves a second look."""
     if totals.no_reasoning > NO_REASONING_WARNING * max(1, totals.rows):
@@ -717,37 +511,6 @@ def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
         f"{totals.reject_rate:.2%} of the rows were rejected, more than --max-reject-rate "
         f"{args.max_reject_rate}; the dataset is complete, see {args.output.rstrip('/')}/rejected/"
     )
-
-
-@contextlib.contextmanager
-def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]:
-    """A folder of this run's own for shards being written; removed whatever happens.
-
-    The run and its workers hold a lock in it, so that the next run removes what a killed one left,
-    the uploads that it left half done included.
-    """
-    place = parent or Path(tempfile.gettempdir())
-    try:
-        remove_left_folders(place, endpoint_url)
-        hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
-    except OSError as error:
-        raise run.UserError(f"--work-dir {place}: {error.strerror}") from error
-    (hidden / LOCK_FILE).touch()
-    with file_lock(hidden / LOCK_FILE):  # before other runs can find it
-        folder = hidden.rename(place / hidden.name.lstrip("."))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_left_folders(place: Path, endpoint_url: str | None) -> None:
-    """Clean up after runs that were killed here; what cannot be cleaned stays for the next run."""
-    for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
-        # BlockingIOError, an OSError: its run lives. UserError: the run will say what S3 refuses.
-        with contextlib.suppress(OSError, run.UserError), file_lock(left):
-            abort_left_uploads(left.with_name(UPLOAD_JOURNAL), endpoint_url=endpoint_url)
-            shutil.rmtree(left.parent)
 
 
 def check_space(job: Job, todo: Sequence[int]) -> None:

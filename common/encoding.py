@@ -317,8 +317,9 @@ class Encoder:
             self._render(chunk)
             try:
                 for (_, _, row), pair in zip(chunk.rows, chunk.texts, strict=True):
-                    if pair is not None and chars < CHECKED_CHARS:
-                        chars += len(pair.prompt) + len(pair.completion)
+                    size = len(pair.prompt) + len(pair.completion) if pair else 0
+                    if pair is not None and chars + size <= CHECKED_CHARS:
+                        chars += size
                         self._compare(row, pair, str(task.key))
             except ShortcutDiffers as error:
                 return error.shortcut

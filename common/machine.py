@@ -4,6 +4,7 @@ import os
 import resource
 from pathlib import Path
 
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 WORKER_BYTES = 400_000_000  # a tokenizing worker's own memory at most, measured with long rows
 
 
@@ -17,9 +18,9 @@ def default_workers() -> tuple[int, str]:
 def usable_cpus() -> int:
     """CPUs of the affinity mask, or fewer where a control group's quota says so."""
     cpus = float(len(os.sched_getaffinity(0)))
-    old = Path("/sys/fs/cgroup/cpu")
-    quotas = [_pair(path) for path in _group_files("cpu.max")]
-    quotas.append((_number(old / "cpu.cfs_quota_us"), _number(old / "cpu.cfs_period_us")))
+    quotas = [_pair(folder / "cpu.max") for folder in _groups("")]
+    for folder in _groups("cpu"):
+        quotas.append((_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")))
     for quota, period in quotas:
         if quota and period and quota > 0:
             cpus = min(cpus, quota / period)
@@ -32,7 +33,8 @@ def usable_memory() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             available.append(int(line.split()[1]) * 1024)
-    limits = [*_group_files("memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    limits = [folder / "memory.max" for folder in _groups("")]
+    limits += [folder / "memory.limit_in_bytes" for folder in _groups("memory")]
     available += [limit for path in limits if (limit := _number(path))]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
@@ -40,12 +42,16 @@ def usable_memory() -> int:
     return min(available)
 
 
-def _group_files(name: str) -> list[Path]:
-    """A control file of this process's own group (version 2) and of every group above it."""
-    own = next((line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), "/")
-    root = Path("/sys/fs/cgroup")
+def _groups(controller: str) -> list[Path]:
+    """The folders of this process's control group and of every group above it.
+
+    Of version 2, or of a version 1 controller ("cpu", "memory") in its own hierarchy.
+    """
+    found = (line.split(":", 2) for line in _lines(OWN_GROUPS))
+    own = next((path for _, names, path in found if controller in names.split(",")), "/")
+    root = GROUPS / controller
     group = root / own.lstrip("/")
-    return [folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
 
 
 def _pair(path: Path) -> tuple[float | None, float | None]:

@@ -20,6 +20,7 @@ from common.store import Entry, Store
 
 PIECE_BYTES = 8_000_000  # at most so much is read and encoded in one go
 OVERREAD_BYTES = 65_536  # beyond a piece, for the end of its last line
+SAMPLE_BYTES = 300_000
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -112,6 +113,17 @@ def decompressed_blocks(store: Store, piece: InputRange, compression: str) -> It
         raise UserError(f"{piece.key}: cut or damaged {compression} file ({error})") from error
     if data := b"".join(parts):
         yield Block(piece.key, offset, data, stored.position - credited)
+
+
+def first_block(source: Store, part: InputRange, compression: str | None) -> Block | None:
+    """The first lines of an input, about SAMPLE_BYTES of them; None when it has none."""
+    end = part.end if compression else min(part.end, part.start + SAMPLE_BYTES)
+    piece = InputRange(part.key, part.size, part.etag, part.start, end)
+    block = next(read_blocks(source, piece, compression), None)
+    if block is None or len(block.data) <= 2 * SAMPLE_BYTES:
+        return block
+    cut = block.data.find(b"\n", SAMPLE_BYTES) + 1
+    return Block(block.key, block.offset, block.data[: cut or None], block.stored)
 
 
 class ByteBudget:

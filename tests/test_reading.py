@@ -50,6 +50,21 @@ def test_each_line_is_in_one_block_wherever_pieces_are_cut(
 
 
 @pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_a_compressed_object_is_not_read_whole_for_its_first_lines(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(reading, "PIECE_BYTES", 100_000)
+    data = b"".join(os.urandom(500).hex().encode() + b"\n" for _ in range(2_000))
+    packed = gzip.compress(data) if kind == "gzip" else pa.compress(data, kind, asbytes=True)
+    (tmp_path / "in.jsonl").write_bytes(packed)
+    store = open_store(str(tmp_path))
+    (entry,) = store.list()
+    whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
+    blocks = list(reading.read_blocks(store, whole, kind))
+    assert 0 < blocks[0].stored < entry.size / 3
+    assert sum(block.stored for block in blocks) == entry.size
+    assert b"".join(block.data for block in blocks) == data
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
 def test_a_cut_object_is_named_and_not_read_short(tmp_path, kind):
     data = b"".join(b"%d\n" % number for number in range(10_000))
     packed = gzip.compress(data) if kind == "gzip" else pa.compress(data, kind, asbytes=True)
