@@ -1,6 +1,6 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
 # make test       the test suite; `make test-slow` adds the full counts
-# make bench-tokenize   stage 1 against its goals, on this machine
+# make bench-tokenize   stage 1 against its goals, on this machine; `make bench-wire` for stage 2's
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
 # passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
@@ -9,7 +9,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize clean
+.PHONY: demo test test-slow bench-tokenize bench-wire clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -22,6 +22,9 @@ test-slow: .venv/ready
 
 bench-tokenize: .venv/ready
 	@.venv/bin/python -m tests.bench.bench_tokenize
+
+bench-wire: .venv/ready
+	@.venv/bin/python -m tests.bench.bench_wire
 
 clean:
 	rm -rf .demo .cache

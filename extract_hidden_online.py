@@ -3,37 +3,66 @@
 Reads   a causal language model (--target, a folder or hub id) and token ids from trainers.
 Writes  nothing: tokens in, hidden states of the tapped layers out, over Arrow Flight. A hidden
         state depends on the target, the layers and the request alone, so a server keeps no state
-        and can be restarted at any time; trainers wait and ask again.
+        and can be restarted at any time; trainers wait and ask again. With --output it writes the
+        hidden states of a dataset's first rows to files instead, for small runs.
 Prints  the address of each server on stdout, one a line, when it is ready.
 
   python extract_hidden_online.py --target ./Qwen3.6-27B                  # every GPU, ports 8815...
   python extract_hidden_online.py --target ./Qwen3.6-27B --check          # are the taps right?
   python extract_hidden_online.py --ping 127.0.0.1:8815                   # what does it serve?
+  python extract_hidden_online.py --target ./Qwen3.6-27B --data s3://bucket/tokens/ \\
+      --output ./hidden --limit 200                                       # files for small runs
 
 Exit codes: 0 done, 1 failed, 2 usage, 143 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
+import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 
 from common import run
-from common.target import Target, default_target_layers, target_facts
-from common.wire import ColocatedHiddenStates, HiddenStateServer, describe, read_secret
+from common.client import describe, server_stats
+from common.server import HiddenStateServer
+from common.shards import TokenizedDataset
+from common.store import add_store_arguments, open_store
+from common.stored import (
+    FILE_BYTES,
+    StoredPlan,
+    first_rows,
+    settle_stored_plan,
+    stored_bytes,
+    token_bytes,
+    write_hidden_states,
+)
+from common.target import (
+    MAX_BATCH_TOKENS,
+    Target,
+    default_target_layers,
+    fast_kernels,
+    target_facts,
+)
+from common.timing import peak_memory_bytes
+from common.wire import ColocatedHiddenStates, read_secret
 
-REPORT_EVERY_S = 10.0
+STATUS_LOOKS = 50  # of 0.2 s: what the rates are taken over
+SAMPLE_TOKENS = 2048  # of the forward that --check times
 GRACE_S = 10.0  # for the requests at hand when the server is told to stop
 
 
@@ -53,11 +82,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--listen", default="127.0.0.1:8815", help="HOST:PORT; port 0 picks one")
     group.add_argument("--devices", help="cuda:0,cuda:1 or cpu: a server each [all GPUs]")
     group.add_argument(
-        "--max-tokens-per-request", type=run.positive_int, default=65_536, help="bound of memory"
+        "--max-tokens-per-request", type=run.positive_int, default=16_384, help="bound of memory"
+    )
+    group.add_argument(
+        "--max-tokens-per-batch",
+        type=run.positive_int,
+        default=MAX_BATCH_TOKENS,
+        help="of one forward, padding included; all servers of a trainer should agree",
     )
     group.add_argument("--token-file", type=Path, help="secret that trainers must know")
     group.add_argument("--tls-cert", type=Path, help="PEM certificate")
     group.add_argument("--tls-key", type=Path, help="PEM key")
+    group = parser.add_argument_group("writing instead of serving")
+    group.add_argument("--data", help="stage 1's output, s3:// or a folder")
+    group.add_argument("--output", help="where its hidden states are written, s3:// or a folder")
+    group.add_argument("--limit", type=run.positive_int, help="its first rows, so many")
+    group.add_argument("--work-dir", type=Path, help="local space for one file [/tmp]")
+    group.add_argument(
+        "--data-timeout", type=float, default=300.0, help="seconds to wait for plan and shards"
+    )
+    add_store_arguments(group)
     group = parser.add_argument_group("instead of serving")
     group.add_argument("--check", action="store_true", help="compare taps with the model, and exit")
     group.add_argument("--ping", metavar="HOST:PORT", help="print what a server serves, and exit")
@@ -75,6 +119,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     if not args.target:
         raise run.UsageError("the following arguments are required: --target")
     host, _, port = args.listen.rpartition(":")
+    args.address = host
+    host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise run.UsageError(f"--listen {args.listen}: must be HOST:PORT")
     args.host, args.port = host, int(port)
@@ -83,6 +129,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
             f"--listen {args.listen}: beyond this machine a --token-file is needed, so that not "
             "everybody can use the target"
         )
+    if len({bool(flag) for flag in (args.data, args.output, args.limit)}) > 1:
+        raise run.UsageError("--data, --output and --limit must be given together")
     if bool(args.tls_cert) != bool(args.tls_key):
         raise run.UsageError("--tls-cert and --tls-key must be given together")
     if args.devices is None:
@@ -112,58 +160,54 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def load_target(args: argparse.Namespace, device: str) -> Target:
-    """The frozen target on its device, cut after the highest tap unless --final."""
-    layers = args.layers or default_target_layers(target_facts(args.target).num_layers)
-    return Target.load(
+def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
+    """The frozen target on its device, up to the highest tap unless --final; says what it is."""
+    depth = target_facts(args.target).num_layers
+    layers = args.layers or default_target_layers(depth)
+    began = time.monotonic()
+    target = Target.load(
         args.target,
         layers=layers,
         dtype=getattr(torch, args.dtype),
         device=torch.device(device),
         final=args.final,
+        head=False,
+        max_tokens=args.max_tokens_per_batch,
     )
-
-
-class Meter:
-    """Counts what was served; says so every 10 s in which something was."""
-
-    def __init__(self, log: Any) -> None:
-        self._log, self._lock = log, threading.Lock()
-        self.requests = self.tokens = self._last_tokens = 0
-        self._last_line = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        with self._lock:
-            self.requests += 1
-            self.tokens += tokens
-            now = time.monotonic()
-            if now - self._last_line < REPORT_EVERY_S:
-                return
-            rate = (self.tokens - self._last_tokens) / (now - self._last_line)
-            self._last_tokens, self._last_line = self.tokens, now
-        self._log.info(
-            f"requests={self.requests:,} tokens={run.format_count(self.tokens)} "
-            f"tokens/s={run.format_count(rate)}"
-        )
+    kernels = " ".join(
+        f"{name}={'yes' if there else 'no'}" for name, there in fast_kernels().items()
+    )
+    log.info(
+        f"target={target.name} class={target.class_name} device={device} "
+        f"loaded_s={time.monotonic() - began:.1f} weights={run.format_bytes(target.weight_bytes)} "
+        f"peak_host_memory={run.format_bytes(peak_memory_bytes())}"
+    )
+    log.info(
+        f"taps={','.join(map(str, layers))} of layers 0 to {depth - 1}: the output of layer i, "
+        "compared with the model's own hidden_states[i + 1]"
+    )
+    log.info(
+        f"batching=padded on the right, documents are never packed; kernels: {' '.join(kernels)}"
+    )
+    return target
 
 
 def serve(args: argparse.Namespace, log: Any) -> int:
     """Serve one device until SIGTERM or Ctrl-C."""
     began, started = time.monotonic(), run.utc_now()
+    check_port(args)
     token, certificate, key = map(read_secret, (args.token_file, args.tls_cert, args.tls_key))
-    target = load_target(args, args.devices[0])
+    target = load_target(args, args.devices[0], log)
     hidden_states = ColocatedHiddenStates(
         target, max_tokens_per_request=args.max_tokens_per_request
     )
-    meter = Meter(log)
     scheme = "grpc+tls" if certificate else "grpc"
     try:
         server = HiddenStateServer(
-            f"{scheme}://{args.host}:{args.port}",
+            f"{scheme}://{args.address}:{args.port}",
             hidden_states,
             token=token,
             tls_certificates=[(certificate, key)] if certificate and key else [],
-            on_request=meter.add,
         )
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
@@ -172,13 +216,17 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, frame: received.append(number))
     log.info(f"serving {hidden_states.description.to_json().decode()}")
-    print(f"{args.host}:{server.port}", flush=True)
-    # Flight's own wait does not wake for Python's signal handlers, and signal.pause() may miss a
-    # signal that comes just before it
-    while not received:
-        time.sleep(0.2)
+    print(f"{args.address}:{server.port}", flush=True)
+    with contextlib.closing(run.Progress(log, total=None, unit="tok")) as progress:
+        # Flight's own wait does not wake for Python's signal handlers, and signal.pause() may miss
+        # a signal that comes just before it
+        status = Status(server)
+        while not received:
+            time.sleep(0.2)
+            tokens, fields = status.since_last()
+            progress.update(tokens, **fields)
     ended = server.stop(grace_s=GRACE_S)
-    summarize(args, meter, log, started=started, wall_s=time.monotonic() - began)
+    summarize(args, server.stats(), log, started=started, wall_s=time.monotonic() - began)
     code = run.EXIT_INTERRUPTED if received[0] == signal.SIGINT else run.EXIT_TERMINATED
     if not ended:
         # a trainer holds a stream open: the interpreter's own end would wait for it for ever
@@ -187,11 +235,49 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     return code
 
 
+class Status:
+    """What a server did since it was asked last, as a number of tokens and fields for people."""
+
+    def __init__(self, server: HiddenStateServer) -> None:
+        self._server = server
+        self._history: deque[dict[str, float]] = deque([server.stats()], maxlen=STATUS_LOOKS)
+
+    def since_last(self) -> tuple[float, dict[str, str]]:
+        last, past, now = self._history[-1], self._history[0], self._server.stats()
+        self._history.append(now)
+        seconds = max(now["up_s"] - past["up_s"], 1e-9)
+        fields = {
+            "requests": f"{now['requests']:,.0f}",
+            "tokens/s": run.format_count((now["tokens"] - past["tokens"]) / seconds),
+            "busy": f"{min(1.0, (now['busy_s'] - past['busy_s']) / seconds):.0%}",
+            "queue": f"{now['queue']:.0f}",
+            "streams": f"{now['streams']:.0f}",
+        }
+        return now["tokens"] - last["tokens"], fields
+
+
+def check_port(args: argparse.Namespace) -> None:
+    """Refuse a port that is taken before minutes are spent on loading the target."""
+    try:
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        with socket.create_server((args.host, args.port), family=family):
+            pass
+    except OSError as error:
+        raise run.UserError(
+            f"--listen {args.listen}: cannot bind there ({os.strerror(error.errno or 0)})"
+        ) from error
+
+
 def summarize(
-    args: argparse.Namespace, meter: Meter, log: Any, *, started: str, wall_s: float
+    args: argparse.Namespace,
+    stats: Mapping[str, float],
+    log: Any,
+    *,
+    started: str,
+    wall_s: float,
 ) -> None:
     """The facts of run.json as one line, since there is no output to put it beside; the table."""
-    counts = {"requests": meter.requests, "tokens": meter.tokens}
+    counts = {"requests": int(stats["requests"]), "tokens": int(stats["tokens"])}
     facts = run.run_facts(settings=vars(args), started=started, counts=counts)
     log.info(f"run {json.dumps(facts, sort_keys=True)}")
     run.print_table(
@@ -199,8 +285,9 @@ def summarize(
         [
             ("target", args.target),
             ("device", args.devices[0]),
-            ("requests", f"{meter.requests:,}"),
-            ("tokens", run.format_count(meter.tokens)),
+            ("requests", f"{counts['requests']:,}"),
+            ("tokens", run.format_count(counts["tokens"])),
+            ("device at work", f"{stats['busy_s'] / stats['up_s']:.0%} of the time"),
             ("time", run.format_duration(wall_s)),
         ],
         file=sys.stderr,
@@ -212,7 +299,7 @@ def serve_devices(args: argparse.Namespace, argv: Sequence[str]) -> int:
     children = []
     for index, device in enumerate(args.devices):
         port = args.port + index if args.port else 0
-        own = ["--devices", device, "--listen", f"{args.host}:{port}"]
+        own = ["--devices", device, "--listen", f"{args.address}:{port}"]
         children.append(subprocess.Popen([sys.executable, __file__, *argv, *own]))
     try:
         while all(child.poll() is None for child in children):
@@ -225,17 +312,99 @@ def serve_devices(args: argparse.Namespace, argv: Sequence[str]) -> int:
             child.wait()
 
 
+def ping(args: argparse.Namespace) -> int:
+    """Print what a server serves and what it has done."""
+    access = {
+        "token": read_secret(args.token_file),
+        "tls_root_certs": read_secret(args.tls_cert),
+    }
+    facts = json.loads(describe(args.ping, **access).to_json())
+    print(json.dumps({**facts, "stats": server_stats(args.ping, **access)}, indent=2))
+    return 0
+
+
+def check(target: Target, device: str) -> None:
+    """Print the memory and speed of a target whose taps have been found right."""
+    documents = [np.zeros(SAMPLE_TOKENS, np.int32)]
+    target.forward(documents)  # the first forward compiles and fills caches
+    began = time.monotonic()
+    taps = target.forward(documents)
+    taps.hidden[-1, -1].item()  # a GPU is done only now
+    rate = SAMPLE_TOKENS / (time.monotonic() - began)
+    layers = ",".join(map(str, target.layers))
+    print(
+        f"ok: {device}: the taps of layers {layers} are hidden_states[i + 1]; {target.class_name}, "
+        f"weights {run.format_bytes(target.weight_bytes)}, {run.format_count(rate)} tokens/s"
+    )
+
+
+def write(args: argparse.Namespace, log: Any) -> int:
+    """Write the hidden states of the first --limit rows of --data to --output."""
+    if len(args.devices) > 1:
+        log.info(f"writing on {args.devices[0]} alone")
+    output = open_store(args.output, endpoint_url=args.endpoint_url)
+    output.check_writable()
+    with tempfile.TemporaryDirectory(prefix="hidden-", dir=args.work_dir) as folder:
+        dataset = TokenizedDataset(
+            args.data, cache_dir=Path(folder) / "data", endpoint_url=args.endpoint_url
+        )
+        data_plan = dataset.wait_for_plan(timeout_s=args.data_timeout)
+        lengths = [len(row) for row in first_rows(dataset, args.limit, timeout_s=args.data_timeout)]
+        target = load_target(args, args.devices[0], log)
+        hidden_states = ColocatedHiddenStates(
+            target, max_tokens_per_request=args.max_tokens_per_request
+        )
+        tokens, size = sum(lengths), stored_bytes(hidden_states.description, sum(lengths))
+        log.info(
+            f"rows={len(lengths):,} tokens={tokens:,} "
+            f"hidden states={run.format_bytes(size)} "
+            f"({token_bytes(hidden_states.description):,} bytes a token) to {args.output}"
+        )
+        check_room(args.output, size, Path(folder))
+        plan = StoredPlan(hidden_states.description, data_plan.sha256, len(lengths))
+        settle_stored_plan(output, plan)
+        began = time.monotonic()
+        with contextlib.closing(run.Progress(log, total=tokens, unit="tok")) as progress:
+            write_hidden_states(
+                first_rows(dataset, args.limit, timeout_s=args.data_timeout),
+                hidden_states,
+                output,
+                plan,
+                folder=Path(folder),
+                on_rows=lambda rows, amount: progress.update(amount),
+            )
+    run.print_table(
+        "Hidden states written",
+        [
+            ("rows", f"{len(lengths):,}"),
+            ("tokens", f"{tokens:,}"),
+            ("bytes", run.format_bytes(size)),
+            ("time", run.format_duration(time.monotonic() - began)),
+            ("output", output.uri),
+        ],
+    )
+    return 0
+
+
+def check_room(output: str, size: int, folder: Path) -> None:
+    """Refuse what the disks cannot hold: all of it in a local folder, a file in the work folder."""
+    needs = [(folder, "--work-dir", min(size, FILE_BYTES))]
+    if "://" not in output:
+        needs.append((Path(output), "--output", size))
+    for place, flag, needed in needs:
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise run.UserError(
+                f"{flag} {place}: {run.format_bytes(free)} free, and the hidden states need "
+                f"{run.format_bytes(needed)}; a smaller --limit, or a larger disk"
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     if args.ping:
-        have = describe(
-            args.ping,
-            token=read_secret(args.token_file),
-            tls_root_certs=read_secret(args.tls_cert),
-        )
-        print(json.dumps(json.loads(have.to_json()), indent=2))
-        return 0
+        return ping(args)
     run.raise_on_sigterm()
     log = run.setup_logging("extract", debug=args.debug)
     if args.devices[0] == "cpu":
@@ -243,11 +412,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.print_settings(log, vars(args))
     if args.check:
         for device in args.devices:
-            target = load_target(args, device)
-            target.check()
-            layers = ",".join(map(str, target.layers))
-            print(f"ok: {device}: the taps of layers {layers} are hidden_states[i + 1]")
+            check(load_target(args, device, log), device)
         return 0
+    if args.data:
+        return write(args, log)
     if len(args.devices) > 1:
         return serve_devices(args, argv)
     return serve(args, log)

@@ -19,6 +19,7 @@ Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
 import argparse
 import contextlib
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from common.batches import (
     StepStream,
     held_out_packs,
 )
+from common.client import ServedHiddenStates
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
@@ -47,17 +49,19 @@ from common.plan import Plan
 from common.schedule import learning_rate, training_horizon
 from common.shards import Shard, TokenizedDataset
 from common.store import add_store_arguments
+from common.stored import StoredHiddenStates
 from common.target import (
     Target,
     default_target_layers,
     read_embedding_and_head,
     target_facts,
 )
-from common.wire import ColocatedHiddenStates, HiddenStates, ServedHiddenStates, read_secret
+from common.wire import ColocatedHiddenStates, HiddenStates, read_secret
 
 ADAM_BETAS = (0.9, 0.95)
 MAX_GRAD_NORM = 1.0
 SHARD_POLL_S = 1.0
+ADDRESS = r"(grpc(\+tls|\+tcp)?://)?[^/,]+:\d+"
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
 FREE_FLAGS = frozenset(
@@ -99,7 +103,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--hidden-states",
         default="colocated",
-        help="colocated, or HOST:PORT[,HOST:PORT] of extract_hidden_online.py",
+        help="colocated; HOST:PORT[,HOST:PORT] of servers; s3://... or a folder of written ones",
     )
     group.add_argument("--layers", type=run.int_list, help="tapped layers [five, evenly spread]")
     group.add_argument(
@@ -252,12 +256,16 @@ def _round_up(length: int) -> int:
 def open_hidden_states(
     args: argparse.Namespace, device: torch.device, log: Any, stop: StopRequest
 ) -> HiddenStates:
-    """Connect to the servers, or load the target beside the drafter."""
+    """Connect to the servers, open the files, or load the target beside the drafter."""
     if args.hidden_states == "colocated":
         target = Target.load(
             args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
         )
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
+    if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*", args.hidden_states):
+        return StoredHiddenStates(
+            args.hidden_states, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url
+        )
     return ServedHiddenStates(
         args.hidden_states.split(","),
         token=read_secret(args.token_file),

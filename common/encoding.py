@@ -450,10 +450,18 @@ def encode_surely(ask: Ask, block: Block, path: Path) -> list[EncodedBlock]:
 
 
 def check_surely(ask: Ask, block: Block | None) -> str | None:
-    """The shortcut that differs from its reference, if one does."""
-    if block is None:
+    """The shortcut that differs from its reference, if one does.
+
+    Rows that kill two workers are left out: the run itself will reject the line that does.
+    """
+    if block is not None:
+        for _ in range(2):
+            with contextlib.suppress(WorkerDied):
+                return ask(CheckTask(block.key, block.offset), block.data)
+    try:
         return ask(CheckTask(None, 0), b"")
-    return ask(CheckTask(block.key, block.offset), block.data)
+    except WorkerDied as error:
+        raise UserError("workers die before they begin; is memory short?") from error
 
 
 def assemble_surely(ask: Ask, task: AssembleTask) -> tuple[dict[str, Any], dict[str, float]]:

@@ -309,27 +309,35 @@ class TokenizedDataset:
             return self._shards[index]
 
     def _local_file(self, index: int, record: Mapping[str, Any]) -> Path:
-        if isinstance(self._store, LocalStore):
-            path = Path(self._store.uri) / record["file"]
-            if not path.exists() or file_sha256(path) != record["sha256"]:
-                raise UserError(f"{path} is not what its record says: run stage 1 again")
-            return path
-        path = self._cache_dir / self.plan.sha256[:16] / record["file"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one download a machine, however many ranks
-            for attempt in range(3):
-                if path.exists() and file_sha256(path) == record["sha256"]:
-                    return path
-                if attempt < 2:
-                    self._store.download(record["file"], path)
-        raise UserError(f"{self._store.uri}: {record['file']} is not what its record says")
+        return checked_file(self._store, record, self._cache_dir / self.plan.sha256[:16])
 
     def _read(self, key: str) -> bytes | None:
         try:
             return self._store.read(key)
         except ObjectMissing:
             return None
+
+
+def checked_file(store: Store, record: Mapping[str, Any], cache_dir: Path) -> Path:
+    """The file of a commit record, as its sha256 says: read in place, or copied to `cache_dir`.
+
+    One process a machine copies it, others wait. Raises UserError when it is another file.
+    """
+    if isinstance(store, LocalStore):
+        path = Path(store.uri) / record["file"]
+        if not path.exists() or file_sha256(path) != record["sha256"]:
+            raise UserError(f"{path} is not what its record says: write it again")
+        return path
+    path = cache_dir / record["file"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for attempt in range(3):
+            if path.exists() and file_sha256(path) == record["sha256"]:
+                return path
+            if attempt < 2:
+                store.download(record["file"], path)
+    raise UserError(f"{store.uri}: {record['file']} is not what its record says")
 
 
 def _wait(

@@ -9,6 +9,7 @@ from one document to the next. A hidden state depends on (target, layers, the re
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import (
+    is_causal_conv1d_available,
+    is_flash_linear_attention_available,
+)
 from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
@@ -30,9 +35,12 @@ EMBEDDING_NAMES = (
 )
 HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
 FINGERPRINT_BYTES = 4096  # of each tensor
+MAX_BATCH_TOKENS = 8192  # of a forward, padding included
+CHECKED_SHAPE = (2, 33)  # of the ids that taps are checked on
 GROUP_SPREAD = 0.5  # documents share a forward when the shortest has this share of the longest
 
 transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()  # it would list the layers that are left out
 
 
 @dataclass(frozen=True)
@@ -115,26 +123,23 @@ class Target:
     def __init__(
         self, model: Any, *, name: str, layers: Sequence[int], final: bool, max_tokens: int
     ) -> None:
-        """Wrap a loaded model. With `final` all layers run; else those above the taps are dropped.
+        """Wrap a loaded model, whose layers end with the highest tap unless `final`.
 
-        Raises UserError for layers that are out of range, repeated, or the last one.
+        Raises UserError for a class whose decoder layers cannot be found.
         """
-        self.name, self.layers, self.final, self._max_tokens = (
-            name,
-            tuple(layers),
-            final,
-            max_tokens,
-        )
+        self.name, self.layers, self.final = name, tuple(layers), final
+        self._max_tokens, self._out_of_memory = max_tokens, False
         self._model = model.eval().requires_grad_(False)
         self._decoder = model.get_decoder()
-        self._check_layers()
-        if not final:
-            top = max(self.layers) + 1
-            self._decoder.layers = self._decoder.layers[:top]
-            self._decoder.config.num_hidden_layers = top
-        self._captured: dict[int, torch.Tensor] = {}
-        for layer in self.layers:
-            self._decoder.layers[layer].register_forward_hook(self._capture(layer))
+        found = getattr(self._decoder, "layers", None)
+        depth = self._decoder.config.num_hidden_layers
+        if not isinstance(found, nn.ModuleList) or len(found) != depth:
+            raise UserError(
+                f"--target: no list of {depth} decoder layers in {type(model).__name__}"
+            )
+        self._sink: _Sink | None = None
+        for place, layer in enumerate(self.layers):
+            found[layer].register_forward_hook(self._capture(place))
 
     @classmethod
     def load(
@@ -145,42 +150,53 @@ class Target:
         dtype: torch.dtype,
         device: torch.device,
         final: bool = False,
-        max_tokens: int = 8192,
+        head: bool = True,
+        max_tokens: int = MAX_BATCH_TOKENS,
     ) -> "Target":
-        """Load the text model of a folder or hub id. Raises UserError when that fails."""
-        target_facts(path)
+        """Load the text model of a folder or hub id, straight to its device, and check its taps.
+
+        Only the layers up to the highest tap are loaded unless `final`, and no output head without
+        `head`. Raises UserError when that fails, for layers that cannot be tapped, and for weights
+        that are missing, which transformers would fill with random ones.
+        """
+        check_layers(layers, target_facts(path).num_layers)
+        config = AutoConfig.from_pretrained(path)
+        if not final:
+            _cut_config(config.get_text_config(), max(layers) + 1)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error
-        return cls(
-            model.to(device),
-            name=Path(path).name,
-            layers=layers,
-            final=final,
-            max_tokens=max_tokens,
-        )
-
-    def _check_layers(self) -> None:
-        depth = len(self._decoder.layers)
-        for layer in self.layers:
-            if not 0 <= layer < depth:
-                raise UserError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
-            if layer == depth - 1:
-                raise UserError(
-                    f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
-                    "the final norm"
-                )
-        if len(set(self.layers)) != len(self.layers) or not self.layers:
-            raise UserError(
-                f"--layers {','.join(map(str, self.layers))}: must name distinct layers"
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
             )
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error
+        model, report = loaded
+        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+        if lacking:
+            raise UserError(
+                f"--target {path}: {len(lacking)} weights are missing or of another shape, "
+                f"{lacking[0]} first"
+            )
+        if not head and not config.get_text_config().tie_word_embeddings:
+            model.set_output_embeddings(None)
+        target = cls(model, name=Path(path).name, layers=layers, final=final, max_tokens=max_tokens)
+        target.check()
+        return target
 
-    def _capture(self, layer: int) -> Any:
+    def _capture(self, place: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._captured[layer] = output[0] if isinstance(output, tuple) else output
+            if self._sink is not None:
+                self._sink.take(place, output[0] if isinstance(output, tuple) else output)
 
         return hook
+
+    @property
+    def class_name(self) -> str:
+        return type(self._model).__name__
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that are loaded."""
+        return sum(w.numel() * w.element_size() for w in self._model.parameters())
 
     @property
     def hidden_size(self) -> int:
@@ -223,39 +239,76 @@ class Target:
         return digest.hexdigest()
 
     @torch.no_grad()
-    def forward(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Taps:
-        """Run one request: documents of int32 token ids, none empty. Taps keep the target's dtype.
+    def forward(
+        self,
+        documents: Sequence[np.ndarray],
+        *,
+        final: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Taps:
+        """Run one request: documents of int32 token ids, none empty. Taps in `dtype`, or their own.
 
-        Raises ValueError for an empty request or document, or an id outside the vocabulary.
+        A batch that does not fit the GPU's memory is halved, and every one from then on is at most
+        as large as what did fit. Raises ValueError for an empty request or document, or an id
+        outside the vocabulary; torch.OutOfMemoryError when one document alone does not fit.
         """
         self._check_documents(documents, final)
         lengths = [len(document) for document in documents]
         starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
-        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        options: dict[str, Any] = {"dtype": dtype or self.dtype, "device": self.device}
         hidden = torch.empty(starts[-1], len(self.layers) * self.hidden_size, **options)
         last = torch.empty(starts[-1], self.hidden_size, **options) if final else None
-        for group in padding_groups(lengths, max_tokens=self._max_tokens):
-            ids = torch.zeros(len(group), lengths[group[0]], dtype=torch.int64)
-            for row, index in enumerate(group):
-                ids[row, : lengths[index]] = torch.from_numpy(documents[index].astype(np.int64))
-            output, taps = self.run(ids.to(self.device))
-            for row, index in enumerate(group):
-                place = slice(starts[index], starts[index + 1])
-                hidden[place] = torch.cat([tap[row, : lengths[index]] for tap in taps], dim=-1)
-                if last is not None:
-                    last[place] = output.last_hidden_state[row, : lengths[index]]
+        groups = padding_groups(lengths, max_tokens=self._max_tokens)
+        while groups:
+            group = groups.pop(0)
+            rows = [(starts[index], documents[index]) for index in group]
+            try:
+                self._run_group(rows, hidden, last)
+            except torch.OutOfMemoryError:
+                if len(group) == 1:
+                    raise
+                groups[:0] = [group[: len(group) // 2], group[len(group) // 2 :]]
+                self._note_out_of_memory(len(group) * lengths[group[0]])
         return Taps(hidden, last)
 
-    def run(self, input_ids: torch.Tensor, **options: Any) -> tuple[Any, list[torch.Tensor]]:
-        """One forward of (b, T) ids: the decoder's output object, and the taps (b, T, H)."""
-        self._captured = {}
-        output = self._decoder(input_ids=input_ids, use_cache=False, **options)
+    def _run_group(
+        self,
+        rows: Sequence[tuple[int, np.ndarray]],
+        hidden: torch.Tensor,
+        last: torch.Tensor | None,
+    ) -> None:
+        """One forward of documents, longest first, each with the place where its states belong."""
+        ids = torch.zeros(len(rows), len(rows[0][1]), dtype=torch.int64)
+        for row, (_, document) in enumerate(rows):
+            ids[row, : len(document)] = torch.from_numpy(document.astype(np.int64))
+        places = [(start, len(document)) for start, document in rows]
+        sink = _Sink(hidden, places, self.hidden_size)
+        output = self._run(ids.to(self.device), sink)
+        if last is not None:
+            for row, (start, length) in enumerate(places):
+                last[start : start + length] = output.last_hidden_state[row, :length]
+
+    def _run(self, input_ids: torch.Tensor, sink: "_Sink", **options: Any) -> Any:
+        """One forward of (b, T) ids, its taps into the sink; the decoder's output object."""
+        self._sink = sink
+        try:
+            output = self._decoder(input_ids=input_ids, use_cache=False, **options)
+        finally:
+            self._sink = None
         # A hook that a compiled graph swallowed would leave no states behind, silently.
-        missing = set(self.layers) - set(self._captured)
-        assert not missing, f"no output captured from layers {sorted(missing)}"
-        taps = [self._captured[layer] for layer in self.layers]
-        self._captured = {}  # a kept capture would hold the batch in memory
-        return output, taps
+        missing = [layer for place, layer in enumerate(self.layers) if place not in sink.taken]
+        assert not missing, f"no output captured from layers {missing}"
+        return output
+
+    def _note_out_of_memory(self, tokens: int) -> None:
+        torch.cuda.empty_cache()
+        self._max_tokens = min(self._max_tokens, max(1, tokens // 2))
+        if not self._out_of_memory:
+            logging.getLogger(__name__).warning(
+                f"out of GPU memory on a batch of {tokens} tokens: batches are halved from here on "
+                "(--max-tokens-per-batch)"
+            )
+        self._out_of_memory = True
 
     def _check_documents(self, documents: Sequence[np.ndarray], final: bool) -> None:
         if final and not self.final:
@@ -276,10 +329,16 @@ class Target:
 
         Raises UserError that names the layer: taps that differ, are not finite, or do not vary.
         """
-        ids = torch.randint(0, self.vocab_size, (2, 33), generator=torch.Generator().manual_seed(0))
-        output, taps = self.run(ids.to(self.device), output_hidden_states=True)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, CHECKED_SHAPE, generator=generator)
+        count, length = CHECKED_SHAPE
+        width = len(self.layers) * self.hidden_size
+        taps = torch.empty(count * length, width, dtype=self.dtype, device=self.device)
+        sink = _Sink(taps, [(row * length, length) for row in range(count)], self.hidden_size)
+        output = self._run(ids.to(self.device), sink, output_hidden_states=True)
         states = output.hidden_states
-        for layer, tap in zip(self.layers, taps, strict=True):
+        for layer, tap in zip(self.layers, taps.split(self.hidden_size, dim=1), strict=True):
+            tap = tap.reshape(count, length, self.hidden_size)
             values = tap.float().cpu()
             if not values.isfinite().all():
                 raise UserError(f"layer {layer}: its output is not finite")
@@ -292,6 +351,52 @@ class Target:
                 raise UserError(
                     f"layer {layer}: the tap is not the model's hidden_states[{layer + 1}]"
                 )
+
+
+class _Sink:
+    """Where the hooks of one forward put their layers' states: straight into the answer."""
+
+    def __init__(
+        self, hidden: torch.Tensor, places: Sequence[tuple[int, int]], hidden_size: int
+    ) -> None:
+        self._hidden, self._places, self._hidden_size = hidden, places, hidden_size
+        self.taken: set[int] = set()
+
+    def take(self, tap: int, states: torch.Tensor) -> None:
+        """Copy the real tokens of states (b, T, H) to the columns of a tap."""
+        columns = slice(tap * self._hidden_size, (tap + 1) * self._hidden_size)
+        for row, (start, length) in enumerate(self._places):
+            self._hidden[start : start + length, columns] = states[row, :length]
+        self.taken.add(tap)
+
+
+def check_layers(layers: Sequence[int], depth: int) -> None:
+    """Raises UserError for layers that are out of range, repeated, or the last one."""
+    for layer in layers:
+        if not 0 <= layer < depth:
+            raise UserError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
+        if layer == depth - 1:
+            raise UserError(
+                f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
+                "the final norm"
+            )
+    if len(set(layers)) != len(layers) or not layers:
+        raise UserError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
+
+
+def _cut_config(config: Any, num_layers: int) -> None:
+    """Have the layers above left out when the model is built and its files are read."""
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+
+
+def fast_kernels() -> dict[str, bool]:
+    """Whether transformers finds the kernels of linear attention; without, layers run in torch."""
+    return {
+        "flash-linear-attention": is_flash_linear_attention_available(),
+        "causal-conv1d": is_causal_conv1d_available(),
+    }
 
 
 def read_embedding_and_head(

@@ -27,6 +27,7 @@ from common.encoding import (
 from common.engines import FastEngine
 from common.plan import InputRange
 from common.reading import Block
+from common.run import UserError
 from common.workers import WorkerPool
 from tests.test_engines import Twisted
 from tests.tiny_tokenizer import build_tiny_tokenizer
@@ -137,6 +138,15 @@ def test_lines_that_kill_workers_are_rejected_and_all_others_kept(encoder, tmp_p
     others = [line for number, line in enumerate(lines) if number not in places]
     calm = make_shard(encoder, cut(b"".join(others), []), tmp_path, "calm")
     assert arrow == calm[0]
+
+
+def test_the_start_check_outlives_lines_that_kill_workers(encoder):
+    (block,) = cut(make_line(0) + make_line(1, answer="deadly"), [])
+    with contextlib.closing(WorkerPool(functools.partial(deadly, encoder), 1)) as pool:
+        assert pool.submit(functools.partial(check_surely, block=block)).result(120) is None
+    with contextlib.closing(WorkerPool(lambda task, payload: os._exit(1), 1)) as pool:
+        lost = pool.submit(functools.partial(check_surely, block=block))
+        assert isinstance(lost.exception(120), UserError)
 
 
 def test_a_lone_surrogate_that_only_shows_in_tool_arguments_costs_one_row(encoder, tmp_path):

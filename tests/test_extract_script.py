@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import extract_hidden_online
+from common.client import ServedHiddenStates, describe
 from common.run import UserError
 from common.target import Target
-from common.wire import ColocatedHiddenStates, ServedHiddenStates, describe
+from common.wire import ColocatedHiddenStates
 from tests.servers import free_port
 from tests.tiny_models import tiny_target
 

@@ -4,8 +4,13 @@ import contextlib
 import datetime
 import ipaddress
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -14,18 +19,18 @@ import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import flight
 
+from common import client as client_module
+from common import server as server_module
 from common import wire
+from common.client import ServedHiddenStates, describe, server_stats
 from common.run import UserError
-from common.target import Target
-from common.wire import (
-    ColocatedHiddenStates,
-    Description,
-    HiddenStateServer,
-    ServedHiddenStates,
-    describe,
-)
+from common.server import HiddenStateServer
+from common.target import Taps, Target
+from common.wire import ColocatedHiddenStates, Description
 from tests.servers import free_port
 from tests.tiny_models import tiny_target
 
@@ -91,7 +96,6 @@ def serve(hidden_states, *, port=0, token=None, certificates=()):
         hidden_states,
         token=token,
         tls_certificates=certificates,
-        on_request=lambda tokens: None,
     )
     try:
         yield server
@@ -205,7 +209,7 @@ def test_a_malformed_request_is_answered_with_the_problem(own, name, column, mes
 def test_other_versions_and_unknown_actions_are_refused(own):
     with serve(own) as server, flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as raw:
         with pytest.raises(flight.FlightError, match="describe"):
-            list(raw.do_action(flight.Action("stats", b"")))
+            list(raw.do_action(flight.Action("restart", b"")))
         for command in (b'{"version": 2, "final": false}', b"[]", b"\xff"):
             _, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
             with pytest.raises(flight.FlightError, match="version"):
@@ -268,9 +272,7 @@ def test_servers_that_differ_are_named(folder, own):
 
 def test_a_stopping_server_finishes_its_request_and_takes_no_other(folder, own, apart):
     slow, (first, second) = SlowHiddenStates(load(folder)), requests(2)
-    server = HiddenStateServer(
-        "grpc://127.0.0.1:0", slow, token=None, tls_certificates=[], on_request=lambda _: None
-    )
+    server = HiddenStateServer("grpc://127.0.0.1:0", slow, token=None, tls_certificates=[])
     ended = []
     with serve(own) as another:
         with client(server) as served:
@@ -342,3 +344,194 @@ def test_tls_with_a_token_gives_the_same_bits_and_lets_nobody_else_in(own, apart
         ):
             with pytest.raises(UserError):
                 describe(address, **options)
+
+
+def resident_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+class BigHiddenStates(ColocatedHiddenStates):
+    """Answers of 40 MB, made anew each time."""
+
+    def compute(self, documents, *, final):
+        tokens = sum(map(len, documents))
+        return Taps(torch.full((tokens, WIDTH), 0.5, dtype=torch.bfloat16), None)
+
+
+@pytest.fixture
+def big(folder):
+    return BigHiddenStates(load(folder), max_tokens_per_request=200_000)
+
+
+def test_a_reader_that_does_not_read_costs_one_answer(big):
+    batch = batch_of([np.zeros(156_250, np.int32)])  # 40 MB of answer
+    with serve(big) as server:
+        with flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as raw:
+            command = json.dumps({"version": 1}).encode()
+            writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
+            writer.begin(batch.schema)
+            before = resident_bytes()
+
+            def ask_on():
+                with contextlib.suppress(flight.FlightError):  # the end of the stream
+                    for _ in range(30):
+                        writer.write_with_metadata(batch, b"x")
+
+            asking = threading.Thread(target=ask_on)
+            asking.start()
+            time.sleep(3)
+            grown = resident_bytes() - before
+            assert server.stats()["requests"] <= 1 and server.stats()["streams"] == 1
+            # one answer, its copy in the client's socket, and some requests of 0.6 MB
+            assert grown < 200e6, f"{grown / 1e6:.0f} MB for 30 answers of 40 MB"
+            with client(server) as served:  # and nobody else waits for it
+                answer = served.submit([np.zeros(100, np.int32)])
+                assert answer.result(timeout=30).hidden.shape == (100, WIDTH)
+            reader.cancel()
+            asking.join(timeout=30)
+        wait_until(lambda: server.stats()["streams"] == 0)
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_client_that_vanishes_frees_its_place(folder, apart):
+    slow, (request,) = SlowHiddenStates(load(folder)), requests(1)
+    with serve(slow) as server:
+        with flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as raw:
+            command = json.dumps({"version": 1}).encode()
+            writer, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
+            writer.begin(batch_of(request).schema)
+            writer.write_with_metadata(batch_of(request), b"1")
+            assert slow.started.wait(timeout=30)
+            reader.cancel()
+        slow.go_on.set()
+        with client(server) as served:
+            want = apart.compute(request, final=False).hidden
+            assert torch.equal(served.submit(request).result(timeout=30).hidden, want)
+        wait_until(lambda: server.stats()["streams"] == 0 and server.stats()["queue"] == 0)
+
+
+def test_no_more_streams_than_a_server_can_hold_answers_for(own, monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_STREAMS", 1)
+    schema = batch_of([np.zeros(1, np.int32)]).schema
+    with serve(own) as server, exchange(server, schema):
+        wait_until(lambda: server.stats()["streams"] == 1)
+        with flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as raw:
+            command = json.dumps({"version": 1}).encode()
+            _, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
+            with pytest.raises(flight.FlightError, match="1 streams are open"):
+                reader.read_chunk()
+
+
+def test_turns_go_to_whoever_waited_longest():
+    turns, order = server_module._Turns(), []
+
+    def work(name):
+        with turns.turn():
+            order.append(name)
+
+    with turns.turn():
+        threads = []
+        for name in range(5):
+            threads.append(threading.Thread(target=work, args=(name,)))
+            threads[-1].start()
+            wait_until(lambda expected=name + 1: turns.waiting == expected)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4] and turns.waiting == 0
+
+
+def test_stats_count_what_was_done(own):
+    (request,) = requests(1)
+    with serve(own) as server, client(server) as served:
+        before = server_stats(f"127.0.0.1:{server.port}")
+        served.submit(request).result(timeout=30)
+        after = server_stats(f"127.0.0.1:{server.port}")
+        assert before["requests"] == 0 and after["requests"] == 1
+        assert after["tokens"] == sum(map(len, request))
+        assert 0 < after["busy_s"] < after["up_s"] and after["streams"] == 1
+
+
+def test_a_server_that_answers_nothing_any_more_is_left(folder, own, apart, monkeypatch):
+    """As when its machine loses power, or its process is stopped: no connection ever ends."""
+    monkeypatch.setattr(client_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(client_module, "DESCRIBE_TIMEOUT_S", 1.0)
+    work = requests(6)
+    command = [sys.executable, "-c", FROZEN, folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        port = int(process.stdout.readline())
+        with serve(own) as healthy:
+            addresses = [f"127.0.0.1:{port}", f"127.0.0.1:{healthy.port}"]
+            served = ServedHiddenStates(addresses, connect_timeout_s=60)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGSTOP)
+            answers = [served.submit(request) for request in work]
+            for request, answer in zip(work, answers, strict=True):
+                want = apart.compute(request, final=False).hidden
+                assert torch.equal(answer.result(timeout=60).hidden, want)
+            process.kill()
+            served.close()
+
+
+FROZEN = """
+import sys, torch
+from common.server import HiddenStateServer
+from common.target import Taps, Target
+from common.wire import ColocatedHiddenStates
+
+target = Target.load(
+    sys.argv[1], layers=(0, 2), dtype=torch.float32, device=torch.device("cpu"), final=True
+)
+hidden_states = ColocatedHiddenStates(target, max_tokens_per_request=200)
+server = HiddenStateServer(
+    "grpc://127.0.0.1:0", hidden_states, token=None, tls_certificates=[]
+)
+print(server.port, flush=True)
+server.wait()
+"""
+
+IDS = st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.none()), max_size=9)
+COLUMNS = st.one_of(
+    st.lists(st.one_of(IDS, st.none()), max_size=4).map(lambda v: pa.array(v, INT32)),
+    st.lists(IDS, max_size=4).map(lambda v: pa.array(v, pa.large_list(pa.int32()))),
+    st.lists(st.text(max_size=5), max_size=4).map(pa.array),
+    st.lists(st.binary(max_size=5), max_size=4).map(lambda v: pa.array(v, pa.binary())),
+)
+
+
+@given(name=st.sampled_from(["input_ids", "x", ""]), column=COLUMNS, start=st.integers(0, 2))
+@settings(max_examples=300, deadline=None)
+def test_any_batch_is_a_request_or_a_named_problem(name, column, start):
+    """A slice too: its offsets do not begin at 0."""
+    try:
+        documents = wire.read_documents(pa.record_batch({name: column}).slice(start))
+    except ValueError as error:
+        assert str(error)
+        return
+    assert name == "input_ids"
+    assert [document.tolist() for document in documents] == column.slice(start).to_pylist()
+
+
+def test_garbage_on_the_port_and_on_the_stream_leaves_the_server_alive(own, apart):
+    generator, (request,) = np.random.default_rng(0), requests(1)
+    with serve(own) as server:
+        for _ in range(40):
+            with socket.create_connection(("127.0.0.1", server.port)) as raw:
+                raw.sendall(generator.bytes(int(generator.integers(1, 3000))))
+        with flight.FlightClient(f"grpc://127.0.0.1:{server.port}") as raw:
+            for _ in range(40):
+                command = generator.bytes(int(generator.integers(0, 60)))
+                _, reader = raw.do_exchange(flight.FlightDescriptor.for_command(command))
+                with pytest.raises((flight.FlightError, pa.ArrowException)):
+                    reader.read_chunk()
+        with client(server) as served:
+            want = apart.compute(request, final=False).hidden
+            assert torch.equal(served.submit(request).result(timeout=30).hidden, want)

@@ -1,0 +1,329 @@
+"""Hidden states from servers: requests spread over them, asked again where one dies."""
+
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import flight
+
+from common.run import UserError
+from common.target import Taps
+from common.wire import PROTOCOL_VERSION, Description, bearer
+
+STREAMS_PER_SERVER = 2  # one request is computed while another one's answer travels
+RETRY_S = 0.5
+DESCRIBE_TIMEOUT_S = 10.0
+SILENT_S = 20.0  # an answer that takes longer has its server asked whether it lives
+
+
+class RequestRefused(UserError):
+    """A server's {"id", "error"} answer: the request itself is at fault."""
+
+
+@dataclass
+class Request:
+    """Documents on their way to a server, and the answer to come."""
+
+    documents: Sequence[np.ndarray]
+    final: bool
+    answer: Future[Taps]
+    failed_at: float | None = None  # when a server first failed on it, in time.monotonic()
+
+
+class ServedHiddenStates:
+    """Hidden states from servers: a request goes to a free one, and to another if that one dies.
+
+    Raises UserError when no server answers within `connect_timeout_s`, or servers differ. Later, a
+    request fails with UserError when every server has been gone for that long, or when servers that
+    can be reached have failed on it for that long.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        token: bytes | None = None,
+        tls_root_certs: bytes | None = None,
+        connect_timeout_s: float = 300.0,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> None:
+        self._addresses, self._timeout_s = list(addresses), connect_timeout_s
+        self._token, self._certificates = token, tls_root_certs
+        self._requests: queue.Queue[Request] = queue.Queue()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._down_since: dict[int, float] = {}
+        self._streams: dict[int, Stream] = {}  # by worker
+        self._differing: str | None = None  # set once, and the end of every request from then on
+        self.description = self._first_description(on_wait)
+        self._num_workers = STREAMS_PER_SERVER * len(self._addresses)
+        self._workers = []
+        for number in range(self._num_workers):
+            address = self._addresses[number % len(self._addresses)]
+            self._workers.append(
+                threading.Thread(target=self._work, args=(number, address), daemon=True)
+            )
+        self._workers.append(threading.Thread(target=self._watch, daemon=True))
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Future[Taps]:
+        request = Request(documents, final, Future())
+        self._requests.put(request)
+        if self._differing is not None:
+            self._fail_all(self._differing)
+        return request.answer
+
+    def close(self) -> None:
+        self._closed.set()
+        for worker in self._workers:
+            worker.join(timeout=10.0)  # a thread inside Arrow at the interpreter's exit would abort
+
+    def _first_description(self, on_wait: Callable[[float], None] | None) -> Description:
+        began = time.monotonic()
+        while True:
+            for address in self._addresses:
+                try:
+                    return self._describe(address)
+                except ServerUnavailable as error:
+                    last = error
+            waited = time.monotonic() - began
+            if waited >= self._timeout_s:
+                raise UserError(
+                    f"no hidden-state server answered within {self._timeout_s:.0f} s: {last}"
+                )
+            if on_wait is not None:
+                on_wait(waited)
+            time.sleep(RETRY_S)
+
+    def _work(self, number: int, address: str) -> None:
+        while not self._closed.is_set():
+            stream = self._open(number, address)
+            while stream is not None and not self._closed.is_set():
+                try:
+                    request = self._requests.get(timeout=RETRY_S)
+                except queue.Empty:
+                    continue
+                try:
+                    request.answer.set_result(stream.ask(request))
+                except RequestRefused as error:
+                    request.answer.set_exception(error)
+                except (pa.ArrowException, OSError, EOFError, StopIteration) as error:
+                    self._ask_again(request, address, error)
+                    stream = None
+            self._streams.pop(number, None)
+            self._closed.wait(RETRY_S)  # a server that fails at once must not be asked in a loop
+
+    def _watch(self) -> None:
+        """Give up streams of servers that are there no more, though nothing ends the connection.
+
+        A stopped process or a machine without power answers neither the request nor us.
+        """
+        while not self._closed.wait(RETRY_S):
+            for stream in list(self._streams.values()):
+                if stream.silent_s() > SILENT_S:
+                    try:
+                        self._describe(stream.address)
+                        stream.is_heard()
+                    except UserError:
+                        stream.cancel()
+
+    def _describe(self, address: str) -> Description:
+        return describe(address, token=self._token, tls_root_certs=self._certificates)
+
+    def _ask_again(self, request: Request, address: str, error: BaseException) -> None:
+        """The server died, or failed: another one, or the same again, until the time is over."""
+        now = time.monotonic()
+        if request.failed_at is None:
+            request.failed_at = now
+        if now - request.failed_at < self._timeout_s:
+            self._requests.put(request)
+            return
+        reason = _reason(error)
+        request.answer.set_exception(
+            UserError(f"{address} cannot answer, tried for {self._timeout_s:.0f} s: {reason}")
+        )
+
+    def _open(self, number: int, address: str) -> "Stream | None":
+        while not self._closed.is_set():
+            try:
+                have = self._describe(address)
+                if dataclasses.replace(have, max_tokens_per_request=0) != dataclasses.replace(
+                    self.description, max_tokens_per_request=0
+                ):
+                    self._differing = f"{address} serves {have}, the others {self.description}"
+                    self._fail_all(self._differing)
+                    return None
+                with self._lock:
+                    self._down_since.pop(number, None)
+                stream = Stream(connect(address, self._token, self._certificates), address)
+                self._streams[number] = stream
+                return stream
+            except (UserError, pa.ArrowException, OSError) as error:
+                self._note_down(number, str(error))
+                self._closed.wait(RETRY_S)
+        return None
+
+    def _note_down(self, number: int, reason: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._down_since.setdefault(number, now)
+            all_down = len(self._down_since) == self._num_workers
+            given_up = all_down and now - max(self._down_since.values()) >= self._timeout_s
+        if given_up:
+            self._fail_all(f"no hidden-state server for {self._timeout_s:.0f} s: {reason}")
+
+    def _fail_all(self, reason: str) -> None:
+        while True:
+            try:
+                self._requests.get_nowait().answer.set_exception(UserError(reason))
+            except queue.Empty:
+                return
+
+
+class ServerUnavailable(UserError):
+    """Nothing answers at an address (yet)."""
+
+
+def describe(
+    address: str, *, token: bytes | None = None, tls_root_certs: bytes | None = None
+) -> Description:
+    """Ask a server what it serves. Raises ServerUnavailable or UserError, one line each."""
+    return Description.from_json(_act("describe", address, token, tls_root_certs))
+
+
+def _act(action: str, address: str, token: bytes | None, tls_root_certs: bytes | None) -> bytes:
+    try:
+        with connect(address, token, tls_root_certs) as client:
+            options = flight.FlightCallOptions(timeout=DESCRIBE_TIMEOUT_S)
+            results = list(client.do_action(flight.Action(action, b""), options))
+    except flight.FlightUnauthenticatedError as error:
+        raise UserError(f"{address} refuses the token: give its --token-file") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ServerUnavailable(
+            f"no hidden-state server answers at {address} ({_reason(error)})"
+        ) from error
+    return results[0].body.to_pybytes()
+
+
+def server_stats(
+    address: str, *, token: bytes | None = None, tls_root_certs: bytes | None = None
+) -> dict[str, float]:
+    """What a server has done so far. Raises ServerUnavailable or UserError, one line each."""
+    return json.loads(_act("stats", address, token, tls_root_certs))
+
+
+def connect(address: str, token: bytes | None, tls_root_certs: bytes | None) -> flight.FlightClient:
+    """A client of a server, which is not contacted yet. Raises UserError for an odd address."""
+    if "://" not in address:
+        address = f"{'grpc+tls' if tls_root_certs else 'grpc'}://{address}"
+    options: dict[str, Any] = {"tls_root_certs": tls_root_certs} if tls_root_certs else {}
+    if token is not None:
+        options["middleware"] = [_TokenSender(token)]
+    try:
+        return flight.FlightClient(address, **options)
+    except (pa.ArrowInvalid, ValueError) as error:
+        raise UserError(f"{address}: not an address like HOST:PORT") from error
+
+
+class _TokenSender(flight.ClientMiddlewareFactory):
+    def __init__(self, token: bytes) -> None:
+        self._header = {"authorization": bearer(token)}
+
+    def start_call(self, info: Any) -> flight.ClientMiddleware:
+        return _TokenHeader(self._header)
+
+
+class _TokenHeader(flight.ClientMiddleware):
+    def __init__(self, header: dict[str, str]) -> None:
+        super().__init__()
+        self._header = header
+
+    def sending_headers(self) -> dict[str, str]:
+        return self._header
+
+
+class Stream:
+    """One DoExchange per kind of request, on one connection; a request at a time."""
+
+    def __init__(self, client: flight.FlightClient, address: str) -> None:
+        self._client, self.address = client, address
+        self._exchanges: dict[bool, tuple[Any, Any]] = {}
+        self._next_id = 0
+        self._asked: float | None = None  # since when an answer is awaited
+
+    def silent_s(self) -> float:
+        """For how long the server has owed an answer and sent nothing."""
+        asked = self._asked
+        return 0.0 if asked is None else time.monotonic() - asked
+
+    def is_heard(self) -> None:
+        """The server lives: it may take as long again."""
+        if self._asked is not None:
+            self._asked = time.monotonic()
+
+    def cancel(self) -> None:
+        """End what is under way; the thread that waits for it gets an error."""
+        for _, reader in list(self._exchanges.values()):
+            reader.cancel()
+
+    def ask(self, request: Request) -> Taps:
+        """Raises RequestRefused for an error answer, Arrow's errors when the server is gone."""
+        writer, reader = self._exchange(request.final)
+        self._next_id += 1
+        lengths = [len(document) for document in request.documents]
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
+        tokens = pa.array(np.concatenate([np.asarray(d, np.int32) for d in request.documents]))
+        batch = pa.record_batch({"input_ids": pa.ListArray.from_arrays(offsets, tokens)})
+        self._asked = time.monotonic()
+        try:
+            writer.write_with_metadata(batch, str(self._next_id).encode())
+            return self._read_answer(reader, num_tokens=sum(lengths), final=request.final)
+        finally:
+            self._asked = None
+
+    def _exchange(self, final: bool) -> tuple[Any, Any]:
+        if final not in self._exchanges:
+            command = json.dumps({"version": PROTOCOL_VERSION, "final": final}).encode()
+            writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(command))
+            writer.begin(pa.schema([("input_ids", pa.list_(pa.int32()))]))
+            self._exchanges[final] = writer, reader
+        return self._exchanges[final]
+
+    def _read_answer(self, reader: Any, *, num_tokens: int, final: bool) -> Taps:
+        parts: dict[str, torch.Tensor] = {}
+        done = 0
+        while True:
+            chunk = reader.read_chunk()
+            self.is_heard()
+            if chunk.data is None:
+                message = json.loads(chunk.app_metadata.to_pybytes())
+                if "error" in message:
+                    raise RequestRefused(f"{self.address} refused a request: {message['error']}")
+                if done != num_tokens:
+                    raise OSError(f"{self.address}: {done} of {num_tokens} tokens answered")
+                return Taps(parts["hidden"], parts["final"] if final else None)
+            rows = chunk.data.num_rows
+            for name, column in zip(chunk.data.schema.names, chunk.data.columns, strict=True):
+                width = column.type.byte_width // 2
+                values = np.frombuffer(column.buffers()[1], dtype=np.int16)
+                values = values[column.offset * width : (column.offset + rows) * width]
+                if name not in parts:
+                    parts[name] = torch.empty(num_tokens, width, dtype=torch.bfloat16)
+                parts[name].view(torch.int16).numpy()[done : done + rows] = values.reshape(rows, -1)
+            done += rows
+
+
+def _reason(error: BaseException) -> str:
+    """The first words of an error of gRPC, without its inner monologue."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(" gRPC client debug context")[0].partition(". Detail:")[0]

@@ -1,0 +1,250 @@
+"""Hidden states in files: written once for the first rows of a dataset, read like a server's.
+
+`hidden.json` says what was written: a Description, the dataset's plan, the number of rows. Then
+hidden-00000.safetensors and so on, each with a commit record, hold `hidden` (T, L*H) bfloat16,
+with a final one `final` (T, H) too, `offsets` (n + 1,) int64 and `keys` (n, 32) uint8: of each row
+the sha256 of its int32 token ids, by which it is found again.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common.run import UserError, json_bytes
+from common.shards import TokenizedDataset, checked_file, file_sha256
+from common.store import ObjectMissing, Store, open_store
+from common.target import Taps
+from common.wire import ColocatedHiddenStates, Description
+
+VERSION = 1
+ANY_NUMBER = 1 << 62  # of tokens: nothing is computed for a request
+PLAN_FILE = "hidden.json"
+FILE_BYTES = 1_000_000_000  # of one file, or of one row
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """What a folder of hidden states holds; equal plans give equal files."""
+
+    description: Description
+    data_sha256: str  # of the tokenized dataset's plan
+    num_rows: int
+
+    def to_bytes(self) -> bytes:
+        return json_bytes({"version": VERSION, **dataclasses.asdict(self)})
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "StoredPlan":
+        facts = json.loads(data)
+        description = Description.from_json(json.dumps(facts["description"]).encode())
+        return cls(description, facts["data_sha256"], facts["num_rows"])
+
+
+# ---- writing
+
+
+def first_rows(dataset: TokenizedDataset, limit: int, *, timeout_s: float) -> Iterator[np.ndarray]:
+    """Token ids of the first rows in plan order, waiting for shards that are not there yet."""
+    left = limit
+    for index in range(dataset.num_shards):
+        if left == 0:
+            return
+        shard = dataset.wait_for_shard(index, timeout_s=timeout_s)
+        for row in range(min(left, len(shard))):
+            yield shard.input_ids(row)
+        left -= min(left, len(shard))
+
+
+def stored_bytes(description: Description, tokens: int) -> int:
+    """How large the hidden states of so many tokens are."""
+    return tokens * token_bytes(description)
+
+
+def token_bytes(description: Description) -> int:
+    """Of one token's hidden states: bfloat16, the tapped layers and perhaps the final one."""
+    return 2 * description.hidden_size * (len(description.layers) + description.final)
+
+
+def settle_stored_plan(output: Store, plan: StoredPlan) -> None:
+    """Lay down the plan, or find the same one there. Raises UserError when it is another."""
+    try:
+        there = output.read(PLAN_FILE)
+    except ObjectMissing:
+        output.write(PLAN_FILE, plan.to_bytes())
+        return
+    if there != plan.to_bytes():
+        raise UserError(
+            f"{output.uri} holds other hidden states (target, layers, data or --limit differ): "
+            "name another --output"
+        )
+
+
+def write_hidden_states(
+    rows: Iterator[np.ndarray],
+    hidden_states: ColocatedHiddenStates,
+    output: Store,
+    plan: StoredPlan,
+    *,
+    folder: Path,
+    on_rows: Callable[[int, int], None],
+) -> None:
+    """Write what is not committed yet; `on_rows(rows, tokens)` is called after each file."""
+    for index, documents in enumerate(_file_loads(rows, plan.description)):
+        tokens = sum(map(len, documents))
+        record = read_record(output, index)
+        if record is None or record["plan_sha256"] != plan.sha256:
+            name = f"hidden-{index:05}.safetensors"
+            path = folder / name
+            save_file(_tensors(documents, hidden_states), path)
+            output.upload(name, path)
+            record = {
+                "version": VERSION,
+                "index": index,
+                "plan_sha256": plan.sha256,
+                "file": name,
+                "rows": len(documents),
+                "tokens": tokens,
+                "bytes": path.stat().st_size,
+                "sha256": file_sha256(path),
+            }
+            output.write(record_key(index), json_bytes(record))
+            path.unlink()
+        on_rows(len(documents), tokens)
+
+
+def record_key(index: int) -> str:
+    return f"hidden-{index:05}.json"
+
+
+def read_record(store: Store, index: int) -> dict[str, Any] | None:
+    """The commit record of a file; None while it has none."""
+    try:
+        return json.loads(store.read(record_key(index)))
+    except ObjectMissing:
+        return None
+
+
+def _file_loads(rows: Iterator[np.ndarray], description: Description) -> Iterator[list[np.ndarray]]:
+    """Rows in order, as many as a file takes."""
+    load: list[np.ndarray] = []
+    size = 0
+    for row in rows:
+        more = stored_bytes(description, len(row))
+        if load and size + more > FILE_BYTES:
+            yield load
+            load, size = [], 0
+        load.append(row)
+        size += more
+    if load:
+        yield load
+
+
+def _tensors(
+    documents: Sequence[np.ndarray], hidden_states: ColocatedHiddenStates
+) -> dict[str, torch.Tensor]:
+    final = hidden_states.description.final
+    limit = hidden_states.description.max_tokens_per_request
+    parts: list[Taps] = []
+    request: list[np.ndarray] = []
+    for document in [*documents, None]:
+        full = document is None or sum(map(len, request)) + len(document) > limit
+        if full and request:
+            taps = hidden_states.compute(request, final=final)
+            parts.append(Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu()))
+            request = []
+        if document is not None:
+            request.append(document)
+    tensors = {
+        "hidden": torch.cat([part.hidden for part in parts]),
+        "offsets": torch.tensor(np.cumsum([0, *map(len, documents)]), dtype=torch.int64),
+        "keys": torch.from_numpy(np.stack([_key(document) for document in documents])),
+    }
+    if final:
+        tensors["final"] = torch.cat([part.final for part in parts if part.final is not None])
+    return tensors
+
+
+def _key(document: np.ndarray) -> np.ndarray:
+    digest = hashlib.sha256(np.ascontiguousarray(document, "<i4").tobytes()).digest()
+    return np.frombuffer(bytearray(digest), np.uint8)
+
+
+# ---- reading
+
+
+class StoredHiddenStates:
+    """Hidden states out of files; those of any row that was not written are refused."""
+
+    def __init__(self, uri: str, *, cache_dir: Path, endpoint_url: str | None = None) -> None:
+        """Raises UserError when nothing is there, or not all of it."""
+        self._store = open_store(uri, endpoint_url=endpoint_url)
+        try:
+            plan = StoredPlan.from_bytes(self._store.read(PLAN_FILE))
+        except ObjectMissing as error:
+            raise UserError(
+                f"--hidden-states {uri}: no {PLAN_FILE} there; extract_hidden_online.py --output "
+                "writes one"
+            ) from error
+        self._plan = plan
+        self.description = dataclasses.replace(plan.description, max_tokens_per_request=ANY_NUMBER)
+        self._places: dict[bytes, tuple[int, int, int]] = {}
+        self._files: list[Any] = []
+        found = 0
+        while found < plan.num_rows:
+            record = read_record(self._store, len(self._files))
+            if record is None or record["plan_sha256"] != plan.sha256:
+                raise UserError(
+                    f"{uri}: only {found:,} of {plan.num_rows:,} rows are written; run "
+                    "extract_hidden_online.py again"
+                )
+            path = checked_file(self._store, record, cache_dir / plan.sha256[:16])
+            self._note_rows(safe_open(path, framework="pt"))
+            found += record["rows"]
+
+    def _note_rows(self, file: Any) -> None:
+        keys, offsets = file.get_tensor("keys").numpy(), file.get_tensor("offsets").tolist()
+        for row, key in enumerate(keys):
+            self._places[key.tobytes()] = (len(self._files), offsets[row], offsets[row + 1])
+        self._files.append(file)
+
+    def submit(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Future[Taps]:
+        answer: Future[Taps] = Future()
+        try:
+            hidden = torch.cat([self._read("hidden", document) for document in documents])
+            last = None
+            if final:
+                last = torch.cat([self._read("final", document) for document in documents])
+            answer.set_result(Taps(hidden, last))
+        except UserError as error:
+            answer.set_exception(error)
+        return answer
+
+    def _read(self, name: str, document: np.ndarray) -> torch.Tensor:
+        if name == "final" and not self.description.final:
+            raise UserError(f"{self._store.uri}: written without --final")
+        place = self._places.get(_key(document).tobytes())
+        if place is None:
+            raise UserError(
+                f"{self._store.uri} has no hidden states of a row of {len(document)} tokens: they "
+                f"were written for the first {self._plan.num_rows:,} rows of the data with plan "
+                f"{self._plan.data_sha256[:12]}"
+            )
+        number, start, end = place
+        return self._files[number].get_slice(name)[start:end]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,177 @@
+"""Hidden states in files: written by stage 2, resumed, and trained on like a server's."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import stored
+from common.run import UserError
+from common.shards import TokenizedDataset
+from common.store import open_store
+from common.stored import StoredHiddenStates, StoredPlan, first_rows, write_hidden_states
+from common.target import Target
+from common.wire import ColocatedHiddenStates
+from tests.tiny_run import make_inputs, make_target, tokenize, train
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return make_target(tmp_path_factory.mktemp("target") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, target):
+    folder = tmp_path_factory.mktemp("data")
+    return tokenize(make_inputs(folder / "in"), folder / "out", target)
+
+
+@pytest.fixture(scope="module")
+def hidden_states(target):
+    loaded = Target.load(
+        str(target), layers=LAYERS, dtype=torch.float32, device=torch.device("cpu"), final=True
+    )
+    return ColocatedHiddenStates(loaded, max_tokens_per_request=600)
+
+
+def extract(*flags):
+    command = [sys.executable, str(ROOT / "extract_hidden_online.py"), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def write(target, data, output, *flags):
+    return extract(
+        "--target", target, "--layers", "0,1,2", "--data", data, "--output", output, *flags
+    )
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def open_dataset(data, tmp_path):
+    dataset = TokenizedDataset(str(data), cache_dir=tmp_path / "cache")
+    return dataset, dataset.wait_for_plan(timeout_s=0)
+
+
+def test_the_trainer_learns_from_files_as_from_a_target_beside_it(target, data, tmp_path):
+    written = write(target, data, tmp_path / "hidden", "--limit", "1000")
+    assert written.returncode == 0, written.stderr
+    # 3 taps of 64 in bfloat16: said before it starts, and in the table
+    assert "384 bytes a token" in written.stderr and "Hidden states written" in written.stdout
+    for name in (str(tmp_path / "hidden"), "colocated"):
+        run = train(data, target, tmp_path / name.rpartition("/")[2], "--hidden-states", name)
+        assert run.returncode == 0, run.stderr
+    losses = [
+        [
+            entry["loss"]
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            if "loss" in (entry := json.loads(line))
+        ]
+        for name in ("hidden", "colocated")
+    ]
+    assert len(losses[0]) > 2
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)  # other requests, other low bits
+
+
+def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, tmp_path):
+    dataset, plan = open_dataset(data, tmp_path)
+    rows = list(first_rows(dataset, 7, timeout_s=0))
+    assert len(rows) == 7
+    output = open_store(str(tmp_path / "hidden"))
+    stored_plan = StoredPlan(hidden_states.description, plan.sha256, 7)
+    stored.settle_stored_plan(output, stored_plan)
+    counts = []
+    write_hidden_states(
+        iter(rows), hidden_states, output, stored_plan, folder=tmp_path,
+        on_rows=lambda *amounts: counts.append(amounts),
+    )  # fmt: skip
+    assert counts == [(7, sum(map(len, rows)))]
+    reader = StoredHiddenStates(str(tmp_path / "hidden"), cache_dir=tmp_path / "cache")
+    assert reader.description.layers == LAYERS
+    got = reader.submit([rows[4], rows[1]], final=True).result()
+    whole = hidden_states.compute(rows, final=True)
+    ends = np.cumsum([0, *map(len, rows)])
+    pick = [slice(ends[4], ends[5]), slice(ends[1], ends[2])]
+    assert sum(map(len, rows)) <= 600  # one request, so the same bits
+    assert torch.equal(got.hidden, torch.cat([whole.hidden[place] for place in pick]))
+    assert torch.equal(got.final, torch.cat([whole.final[place] for place in pick]))
+    with pytest.raises(UserError, match="first 7 rows"):
+        reader.submit([rows[0][:-1]]).result()
+
+
+def test_a_killed_writer_goes_on_and_gives_the_same_files(
+    data, hidden_states, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(stored, "FILE_BYTES", 40_000)
+    dataset, plan = open_dataset(data, tmp_path)
+    stored_plan = StoredPlan(hidden_states.description, plan.sha256, 60)
+
+    def make(output, on_rows):
+        store = open_store(str(output))
+        stored.settle_stored_plan(store, stored_plan)
+        write_hidden_states(
+            first_rows(dataset, 60, timeout_s=0), hidden_states, store, stored_plan,
+            folder=tmp_path, on_rows=on_rows,
+        )  # fmt: skip
+
+    make(tmp_path / "calm", lambda *_: None)
+    calm = files_of(tmp_path / "calm")
+    assert len([name for name in calm if name.endswith(".safetensors")]) > 3
+    done = []
+
+    def stop(*amounts):
+        done.append(amounts)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "hidden", stop)
+    first = tmp_path / "hidden" / "hidden-00000.safetensors"
+    before = first.stat().st_mtime_ns
+    with pytest.raises(UserError, match="of 60 rows are written"):
+        StoredHiddenStates(str(tmp_path / "hidden"), cache_dir=tmp_path)
+    make(tmp_path / "hidden", lambda *_: None)
+    assert files_of(tmp_path / "hidden") == calm and first.stat().st_mtime_ns == before
+    (tmp_path / "hidden" / "hidden-00001.safetensors").write_bytes(b"else")
+    with pytest.raises(UserError, match="hidden-00001.safetensors is not what its record says"):
+        StoredHiddenStates(str(tmp_path / "hidden"), cache_dir=tmp_path)
+
+
+def test_s3_holds_them_too(target, data, tmp_path, moto, monkeypatch):
+    bucket = moto.make_bucket("hidden")
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    assert write(target, data, f"{bucket}/h", "--limit", "5").returncode == 0
+    dataset, _ = open_dataset(data, tmp_path)
+    (row,) = first_rows(dataset, 1, timeout_s=0)
+    reader = StoredHiddenStates(f"{bucket}/h", cache_dir=tmp_path / "cache")
+    assert reader.submit([row]).result().hidden.shape == (len(row), 3 * 64)
+
+
+def test_mistakes_are_one_line(target, data, tmp_path, monkeypatch):
+    for flags, code, text in [
+        (("--data", data, "--output", tmp_path / "h"), 2, "together"),
+        (("--data", tmp_path, "--output", tmp_path / "h", "--limit", "3", "--data-timeout", "0"),
+         1, "did not appear"),
+    ]:  # fmt: skip
+        result = extract("--target", target, "--layers", "0,1,2", *flags)
+        assert result.returncode == code and text in result.stderr.splitlines()[-1], result.stderr
+    assert write(target, data, tmp_path / "h", "--limit", "3").returncode == 0
+    other = write(target, data, tmp_path / "h", "--limit", "4")
+    assert other.returncode == 1 and "other hidden states" in other.stderr.splitlines()[-1]
+    with pytest.raises(UserError, match=r"no hidden\.json"):
+        StoredHiddenStates(str(tmp_path), cache_dir=tmp_path)
+    import extract_hidden_online
+
+    usage = shutil.disk_usage(tmp_path)
+    with pytest.raises(UserError, match="smaller --limit"):
+        extract_hidden_online.check_room(str(tmp_path), usage.total * 2, tmp_path)
