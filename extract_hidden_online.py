@@ -405,7 +405,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.ping:
         return ping(args)
-    run.raise_on_sigterm()
+    run.raise_on_signals()
     log = run.setup_logging("extract", debug=args.debug)
     if args.devices[0] == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower

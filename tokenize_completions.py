@@ -42,7 +42,7 @@ from common.encoding import (
 from common.engines import ENGINES, choose_engine
 from common.machine import default_workers
 from common.pipeline import UPLOADS_AHEAD, BlockDone, Flow, ShardDone, ShardPipeline
-from common.plan import Plan, partition, settle_plan
+from common.plan import Plan, check_plan, partition, settle_plan
 from common.preview import print_committed, print_plan
 from common.reading import find_compressed, first_block
 from common.report import StopWatch, Totals, print_summary, progress_fields
@@ -70,8 +70,8 @@ CHECKED_FILES = 4  # in which rows are looked for to check the shortcuts on
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = run.make_parser((__doc__ or "").format(reasons=", ".join(REASONS)))
     group = parser.add_argument_group("input")
-    group.add_argument("--input", help="s3://bucket/prefix or a folder")
-    group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id")
+    group.add_argument("--input", help="s3://bucket/prefix, a folder, or one .jsonl file")
+    group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id, likewise")
     add_store_arguments(group)
     group = parser.add_argument_group("tokens and masks")
     group.add_argument("--tokenizer", required=True, help="the target's folder or hub id")
@@ -151,7 +151,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.inspect:
         return args
     for flag in ("input", "output"):
-        if getattr(args, flag) is None:
+        if not getattr(args, flag):
             parser.error(f"--{flag} is needed (only --inspect does without)")
     if args.shards:
         first, colon, last = args.shards.partition(":")
@@ -176,18 +176,27 @@ def lies_inside(inner: str, outer: str) -> bool:
 # ---- plan
 
 
-def list_inputs(store: Store, log: Any) -> list[Entry]:
-    """The JSONL objects of a store; others are counted and left alone."""
-    entries = store.list()
+def split_file(uri: str) -> tuple[str, str]:
+    """The folder of a URI, and the name in it when the URI names one JSONL file, else ""."""
+    folder, slash, name = uri.rpartition("/")
+    is_bucket = folder == "s3:/"
+    is_file = name.endswith(INPUT_NAMES) and not is_bucket and not Path(uri).is_dir()
+    return (folder + slash or ".", name) if is_file else (uri, "")
+
+
+def list_inputs(store: Store, name: str, flag: str, log: Any) -> list[Entry]:
+    """The JSONL objects of a store, or the one of that name; others are left alone and counted."""
+    entries = [entry for entry in store.list(name) if not name or entry.key == name]
     inputs = [e for e in entries if e.size > 0 and e.key.endswith(INPUT_NAMES)]
     log.info(
-        f"input={store.uri} objects={len(inputs):,} "
+        f"{flag.removeprefix('--')}={store.uri}{name} objects={len(inputs):,} "
         f"bytes={run.format_bytes(sum(entry.size for entry in inputs))} "
         f"skipped={len(entries) - len(inputs)}"
     )
     if not inputs:
         raise run.UserError(
-            f"--input {store.uri}: no {', '.join(INPUT_NAMES)} there ({len(entries)} other objects)"
+            f"{flag} {store.uri}{name}: no {', '.join(INPUT_NAMES)} there "
+            f"({len(entries)} other objects)"
         )
     return inputs
 
@@ -257,14 +266,22 @@ class Job:
 
 
 def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """The records of this plan's committed shards among these, by index."""
+    """The records of this plan's committed shards among these, by index.
+
+    A shard whose file is gone or of another size is none, and is made again.
+    """
+    sizes = {entry.key: entry.size for entry in job.output.list("shard-")}
 
     def look(index: int) -> dict[str, Any] | None:
         try:
             record = json.loads(job.output.read(record_key(index)))
-        except (ObjectMissing, ValueError):
+            ours = record["plan_sha256"] == job.plan.sha256
+            whole = sizes.get(record["file"]) == record["bytes"]
+        except (ObjectMissing, ValueError, KeyError, TypeError):
             return None
-        return record if record.get("plan_sha256") == job.plan.sha256 else None
+        if ours and not whole:
+            job.log.warning(f"{record['file']} is not what its record says: made again")
+        return record if ours and whole else None
 
     with ThreadPoolExecutor(job.args.download_workers) as pool:
         found = zip(indexes, pool.map(look, indexes), strict=True)
@@ -306,21 +323,22 @@ def finish_dataset(job: Job, known: Mapping[int, dict[str, Any]]) -> None:
     if len(records) < len(job.plan.shards):
         job.log.info(f"committed={len(records)}/{len(job.plan.shards)}; the rest is for other runs")
         return
+    check_plan(job.output, job.plan)
     for name, data in closing_files([records[index] for index in sorted(records)]).items():
         job.output.write(name, data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    run.raise_on_sigterm()
+    run.raise_on_signals()
     log = run.setup_logging("tokenize", debug=args.debug)
     if args.inspect:
         tokenizer = ChatTokenizer.load(args.tokenizer)
-        with work_folder(args.work_dir, args.endpoint_url) as cache:
+        with work_folder(args.work_dir) as cache:
             print_committed(args.inspect, tokenizer, cache=cache, endpoint_url=args.endpoint_url)
         return 0
     started, began = run.utc_now(), time.monotonic()
-    with work_folder(args.work_dir, args.endpoint_url) as folder:
+    with work_folder(args.work_dir) as folder:
         job, encoder = prepare(args, log, folder)
         if args.dry_run:
             print_plan(job.source, job.plan, job.compressed, encoder, folder, job.num_workers)
@@ -355,20 +373,23 @@ def prepare(args: argparse.Namespace, log: Any, folder: Path) -> tuple[Job, Enco
     connect = functools.partial(
         open_store, endpoint_url=args.endpoint_url, max_connections=args.download_workers + 24
     )
-    source = connect(args.input)
+    source_uri, source_name = split_file(args.input)
+    source = connect(source_uri)
     output = connect(
         args.output,
         sse=args.sse,
         sse_kms_key=args.sse_kms_key,
         upload_journal=folder / UPLOAD_JOURNAL,
     )
-    inputs = list_inputs(source, log)
+    inputs = list_inputs(source, source_name, "--input", log)
     compressed = find_compressed(source, inputs, args.download_workers)
     prompts = None
     if args.prompts:
-        entries = list_inputs(connect(args.prompts), log)
-        packed = find_compressed(connect(args.prompts), entries, args.download_workers)
-        prompts = Prompts(args.prompts, tuple(entries), packed)
+        prompts_uri, name = split_file(args.prompts)
+        store = connect(prompts_uri)
+        entries = list_inputs(store, name, "--prompts", log)
+        packed = find_compressed(store, entries, args.download_workers)
+        prompts = Prompts(prompts_uri, tuple(entries), packed)
     plan = make_plan(args, tokenizer, inputs, compressed, prompts.entries if prompts else ())
     first, last = part = args.shards or (0, len(plan.shards))
     if last > len(plan.shards):
@@ -384,7 +405,8 @@ def prepare(args: argparse.Namespace, log: Any, folder: Path) -> tuple[Job, Enco
     spool = None
     if prompts:
         spool = folder / "prompts.sqlite"
-        spool_prompts(connect(prompts.uri), prompts, spool)
+        if several := spool_prompts(connect(prompts.uri), prompts, spool):
+            log.warning(f"{several:,} custom_ids of --prompts have different requests: not used")
     settings = EncodeSettings(
         max_length=args.max_length,
         min_loss_tokens=args.min_loss_tokens,
@@ -454,7 +476,7 @@ def make_flow(job: Job, encoder: Encoder) -> tuple[Flow, WorkerPool | None]:
 def shard_spec(job: Job, encoder: Encoder) -> ShardSpec:
     args, tokenizer = job.args, encoder.tokenizer
     return ShardSpec(
-        source=args.input,
+        source=split_file(args.input)[0],
         output=args.output,
         store_options={"endpoint_url": args.endpoint_url},
         output_options={"sse": args.sse, "sse_kms_key": args.sse_kms_key},
@@ -509,7 +531,7 @@ def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
         return 0
     raise run.UserError(
         f"{totals.reject_rate:.2%} of the rows were rejected, more than --max-reject-rate "
-        f"{args.max_reject_rate}; the dataset is complete, see {args.output.rstrip('/')}/rejected/"
+        f"{args.max_reject_rate}; the shards are complete, see {args.output.rstrip('/')}/rejected/"
     )
 
 

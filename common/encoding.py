@@ -31,6 +31,9 @@ from common.store import Entry, Store
 from common.timing import Clock
 from common.workers import Ask, WorkerDied
 
+# a second request of another body makes the first one unusable too
+PUT_REQUEST = """insert into requests values (?, ?) on conflict (custom_id)
+    do update set body = case when body = excluded.body then body end"""
 CHUNK_LINES = 256
 WATCHED_SHARE = 1000  # one row in so many is encoded both ways
 CHECKED_LINES, CHECKED_CHARS = 300, 2_000_000
@@ -54,18 +57,25 @@ class Prompts:
     compressed: Mapping[str, str]
 
 
-def spool_prompts(store: Store, prompts: Prompts, path: Path) -> None:
-    """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left."""
+def spool_prompts(store: Store, prompts: Prompts, path: Path) -> int:
+    """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left.
+
+    How many custom_ids have more than one request: ids are unique within a batch only.
+    """
     with contextlib.closing(sqlite3.connect(path)) as database, database:
         database.execute("create table requests (custom_id text primary key, body text)")
         for entry in prompts.entries:
             whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
             for block in read_blocks(store, whole, prompts.compressed.get(entry.key)):
                 for line in block.data.split(b"\n"):
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                         request = json.loads(line)
-                        row = request["custom_id"], json.dumps(request["body"])
-                        database.execute("insert or replace into requests values (?, ?)", row)
+                        custom_id, body = request["custom_id"], request["body"]
+                        if isinstance(custom_id, str) and isinstance(body, dict):
+                            text = json.dumps(body, sort_keys=True)
+                            database.execute(PUT_REQUEST, (custom_id, text))
+        query = "select count(*) from requests where body is null"
+        return database.execute(query).fetchone()[0]
 
 
 # ---- tasks and their results: small, for they are pickled
@@ -293,6 +303,12 @@ class Encoder:
             self._database = sqlite3.connect(f"file:{self._prompts}?mode=ro", uri=True)
         query = "select body from requests where custom_id = ?"
         found = self._database.execute(query, (custom_id,)).fetchone()
+        if found == (None,):
+            raise RowRejected(
+                "no_prompt",
+                f"--prompts has different requests with custom_id {custom_id}: tokenize each batch "
+                "by itself",
+            )
         return json.loads(found[0]) if found else None
 
     # ---- before a run

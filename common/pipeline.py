@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 from common import run
 from common.encoding import AssembleTask, EncodedBlock, assemble_surely, encode_surely
-from common.plan import VERSION, InputRange, Plan
+from common.plan import VERSION, InputRange, Plan, check_plan
 from common.reading import ByteBudget, pieces, read_blocks
 from common.s3 import CredentialsExpired
 from common.shards import record_key, shard_name
@@ -266,8 +266,10 @@ class ShardPipeline:
             "file": arrow.name,
             **facts,
         }
+        check_plan(self._output, self._plan)
         self._output.upload(f"rejected/{shard_name(index)}.jsonl", rejects)
         self._output.upload(arrow.name, arrow)
+        check_plan(self._output, self._plan)
         self._output.write(record_key(index), run.json_bytes(record))
         self.bytes_out += record["bytes"]
         self.cpu_s.add(cpu_s)

@@ -119,12 +119,15 @@ def partition(
 
 
 def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
-    """Write the plan, or go on under an equal one. Raises UserError that shows what differs."""
+    """Write the plan, or go on under an equal one. Raises UserError that shows what differs.
+
+    With `overwrite` whatever is there is removed, shards of an equal plan too.
+    """
     try:
         old_bytes = store.read(PLAN_FILE)
     except ObjectMissing:
         old_bytes = None
-    if old_bytes == plan.to_bytes():
+    if old_bytes == plan.to_bytes() and not overwrite:
         return
     if old_bytes is not None and not overwrite:
         differences = "; ".join(plan_differences(Plan.from_bytes(old_bytes), plan))
@@ -135,6 +138,16 @@ def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
     if old_bytes is not None:
         delete_dataset(store)
     store.write(PLAN_FILE, plan.to_bytes())
+
+
+def check_plan(store: Store, plan: Plan) -> None:
+    """Raises UserError when another run has replaced the plan that this one works by."""
+    try:
+        there = store.read(PLAN_FILE)
+    except ObjectMissing:
+        there = None
+    if there != plan.to_bytes():
+        raise UserError(f"{store.uri}: another run has replaced the plan; this one stops")
 
 
 def plan_differences(old: Plan, new: Plan) -> list[str]:

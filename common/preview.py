@@ -112,7 +112,12 @@ def print_committed(
     dataset = TokenizedDataset(
         (folder or ".") if only else uri, cache_dir=cache, endpoint_url=endpoint_url
     )
-    plan = dataset.wait_for_plan(timeout_s=0)
+    try:
+        plan = dataset.wait_for_plan(timeout_s=0)
+    except run.UserError as error:
+        raise run.UserError(
+            f"--inspect {place}: no dataset there; give URI, URI:ROW or URI/shard-00000.arrow:ROW"
+        ) from error
     if plan.tokenizer_sha256 != tokenizer.tokenizer_sha256:
         raise run.UserError(f"{uri} was not tokenized with this tokenizer")
     before = 0

@@ -344,13 +344,22 @@ def _git(folder: Path, *arguments: str) -> str:
 # ---- ends
 
 
-def raise_on_sigterm() -> None:
-    """Turn SIGTERM into `Terminated` in the main thread."""
+def raise_on_signals() -> None:
+    """Turn SIGTERM into `Terminated` in the main thread, as Ctrl-C is KeyboardInterrupt.
+
+    A second signal, while the first one is cleaned up after, ends the process at once.
+    """
 
     def stop(signum: int, frame: Any) -> None:
-        raise Terminated
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        raise KeyboardInterrupt if signum == signal.SIGINT else Terminated
 
-    signal.signal(signal.SIGTERM, stop)
+    def end(signum: int, frame: Any) -> None:
+        os._exit(EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
 
 
 def exit_with(

@@ -2,8 +2,8 @@
 
 The client is made once a process, after any fork, and anew when the credentials expired, which
 reads the credentials file again. Checksums are sent only when an operation requires them, so that
-R2, MinIO, Ceph and the like work. An upload journal is a JSON line {event, bucket, key, upload_id}
-for every multipart upload begun and ended; it lets the next run abort what a killed one left.
+R2, MinIO, Ceph and the like work. An upload journal is a JSON line {event, bucket, key, upload_id,
+endpoint} for every multipart upload begun and ended; the next run aborts what a killed one left.
 """
 
 import contextlib
@@ -300,11 +300,12 @@ class UploadJournal:
     """The multipart uploads of this process, in a file too where one is given."""
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._lock = path, threading.Lock()
+        self._path, self._lock, self._endpoint = path, threading.Lock(), ""
         self._open: set[tuple[str, str, str]] = set()
 
     def listen(self, client: Any) -> None:
         """Note every upload of a client, before its first part is sent (botocore's hooks)."""
+        self._endpoint = client.meta.endpoint_url
         for operation in UPLOAD_OPERATIONS:
             client.meta.events.register(f"before-parameter-build.s3.{operation}", self._asked)
             client.meta.events.register(f"after-call.s3.{operation}", self._answered)
@@ -328,7 +329,8 @@ class UploadJournal:
             self._note("ended", bucket, key, upload_id)
 
     def _note(self, event: str, bucket: str, key: str, upload_id: str) -> None:
-        line = json.dumps({"event": event, "bucket": bucket, "key": key, "upload_id": upload_id})
+        facts = {"event": event, "bucket": bucket, "key": key, "upload_id": upload_id}
+        line = json.dumps({**facts, "endpoint": self._endpoint})
         with self._lock:
             change = self._open.add if event == "begun" else self._open.discard
             change((bucket, key, upload_id))
@@ -341,30 +343,32 @@ class UploadJournal:
                     raise UserError(f"{self._path}: cannot write it ({error.strerror})") from error
 
 
-def read_upload_journal(path: Path) -> list[tuple[str, str, str]]:
-    """(bucket, key, upload id) of the uploads begun and not ended; none without a file."""
-    left: dict[tuple[str, str, str], None] = {}
+def read_upload_journal(path: Path) -> list[tuple[str, str, str, str]]:
+    """(bucket, key, upload id, endpoint) of uploads begun and not ended; none without a file."""
+    left: dict[tuple[str, str, str], str] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):  # the last line of a machine that lost power
                 entry = json.loads(line)
                 upload = entry["bucket"], entry["key"], entry["upload_id"]
                 if entry["event"] == "begun":
-                    left[upload] = None
+                    left[upload] = entry["endpoint"]
                 else:
                     left.pop(upload, None)
-    return list(left)
+    return [(*upload, endpoint) for upload, endpoint in left.items()]
 
 
 def abort_left_uploads(journal: Path, *, endpoint_url: str | None = None) -> int:
     """Abort the uploads that a killed run left and remove its journal; how many were still there.
 
-    Each run needs a journal of its own, and this comes before it opens its store. Not known to any
-    journal is an upload whose creation was answered while the run died.
+    They are looked for where they were begun, or at `endpoint_url`. Each run needs a journal of its
+    own, and this comes before it opens its store. Not known to any journal is an upload whose
+    creation was answered while the run died.
     """
     aborted = 0
-    for bucket, key, upload_id in read_upload_journal(journal):
-        opened = Bucket(f"s3://{bucket}", endpoint_url=endpoint_url, upload_journal=journal)
+    for bucket, key, upload_id, begun_at in read_upload_journal(journal):
+        where = endpoint_url or begun_at
+        opened = Bucket(f"s3://{bucket}", endpoint_url=where, upload_journal=journal)
         aborted += opened.abort_upload(key, upload_id)
     journal.unlink(missing_ok=True)
     return aborted

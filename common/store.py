@@ -118,8 +118,12 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[Entry]:
         if self._root.is_file():
             raise UserError(f"{self.uri}: is a file; give the folder that holds it")
-        entries = []
-        for folder, _, names in os.walk(self._root, onerror=_unreadable):
+        entries, seen = [], set[str]()
+        for folder, below, names in os.walk(self._root, onerror=_unreadable, followlinks=True):
+            if (real := os.path.realpath(folder)) in seen:  # a link to where we have been
+                below.clear()
+                continue
+            seen.add(real)
             for name in names:
                 path = Path(folder, name)
                 key = path.relative_to(self._root).as_posix()

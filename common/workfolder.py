@@ -14,7 +14,7 @@ LOCK_FILE, UPLOAD_JOURNAL = ".lock", "uploads"
 
 
 @contextlib.contextmanager
-def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]:
+def work_folder(parent: Path | None) -> Iterator[Path]:
     """A folder of this run's own for shards being written; removed whatever happens.
 
     The run and its workers hold a lock in it, so that the next run removes what a killed one left,
@@ -22,7 +22,7 @@ def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]
     """
     place = parent or Path(tempfile.gettempdir())
     try:
-        remove_left_folders(place, endpoint_url)
+        remove_left_folders(place)
         hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
     except OSError as error:
         raise UserError(f"--work-dir {place}: {error.strerror}") from error
@@ -35,10 +35,10 @@ def work_folder(parent: Path | None, endpoint_url: str | None) -> Iterator[Path]
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_left_folders(place: Path, endpoint_url: str | None) -> None:
+def remove_left_folders(place: Path) -> None:
     """Clean up after runs that were killed here; what cannot be cleaned stays for the next run."""
     for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
         # BlockingIOError, an OSError: its run lives. UserError: the run will say what S3 refuses.
         with contextlib.suppress(OSError, UserError), file_lock(left):
-            abort_left_uploads(left.with_name(UPLOAD_JOURNAL), endpoint_url=endpoint_url)
+            abort_left_uploads(left.with_name(UPLOAD_JOURNAL))
             shutil.rmtree(left.parent)

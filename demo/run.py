@@ -47,7 +47,7 @@ FIRST_STEP = re.compile(r"^(\S+) INFO train: step=1/")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = run.make_parser(__doc__)
     args = parser.parse_args(argv)
-    run.raise_on_sigterm()
+    run.raise_on_signals()
     log = run.setup_logging("demo", debug=args.debug)
     torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     began = time.monotonic()

@@ -307,3 +307,129 @@ def test_what_changed_since_the_plan_is_named(tokenizer, tmp_path):
         path.write_bytes(before)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert "0 written, 1 kept" in run_script(*flags).stdout
+
+
+def batch_of(folder, number, requests, answers):
+    """A batch: its requests and its output, ids `request-N` as every client numbers them."""
+    (folder / "req").mkdir(parents=True, exist_ok=True)
+    (folder / "out").mkdir(exist_ok=True)
+    lines = [
+        json.dumps({"custom_id": name, "body": {"messages": [{"role": "user", "content": text}]}})
+        for name, text in requests
+    ]
+    (folder / "req" / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    lines = []
+    for name, text in answers:
+        message = {"role": "assistant", "content": text, "reasoning": "hm"}
+        body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+        lines.append(json.dumps({"custom_id": name, "response": {"body": body}}))
+    (folder / "out" / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def reject_reasons(output):
+    lines = "".join(path.read_text() for path in sorted((output / "rejected").iterdir()))
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def test_a_custom_id_of_two_batches_pairs_no_answer_with_the_wrong_question(tokenizer, tmp_path):
+    long = "an answer that is long enough to count as one"
+    batch_of(tmp_path, 1, [("request-1", "first?"), ("same", "both?")], [("request-1", long)])
+    batch_of(tmp_path, 2, [("request-1", "second?"), ("same", "both?")],
+             [("request-1", long), ("same", long)])  # fmt: skip
+    both = tokenize(tmp_path / "out", tmp_path / "both", tokenizer, "--prompts", tmp_path / "req")
+    assert "1 custom_ids of --prompts have different requests" in both.stderr
+    rejects = reject_reasons(tmp_path / "both")
+    assert [reject["reason"] for reject in rejects] == ["no_prompt", "no_prompt"]
+    assert "each batch by itself" in rejects[0]["error"]
+    # one batch by itself: a file is named as well as a folder
+    tokenize(tmp_path / "out/1.jsonl", tmp_path / "one", tokenizer,
+             "--prompts", tmp_path / "req/1.jsonl")  # fmt: skip
+    shown = run_script("--inspect", f"{tmp_path}/one:0", "--tokenizer", tokenizer)
+    assert "first?" in shown.stdout and "id=request-1" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"custom_id": ["a"], "body": {}}',
+        '{"custom_id": 99999999999999999999999, "body": {}}',
+        '{"custom_id": "request-1", "body": "text"}',
+        '{"custom_id": "request-1", "body": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"custom_id": "\\ud800", "body": {}}',
+    ],
+)
+def test_odd_lines_among_the_requests_are_left(tokenizer, tmp_path, line):
+    batch_of(tmp_path, 1, [], [("request-1", "an answer that is long enough to count")])
+    (tmp_path / "req" / "1.jsonl").write_text(line + "\n")
+    tokenize(tmp_path / "out", tmp_path / "done", tokenizer, "--prompts", tmp_path / "req")
+    assert [reject["reason"] for reject in reject_reasons(tmp_path / "done")] == ["no_prompt"]
+
+
+def test_a_run_whose_plan_was_replaced_stops(inputs, tokenizer, tmp_path):
+    flags = ("--encoder", "tokenizers", "--num-shards", "6")
+    first = start("--input", inputs, "--output", tmp_path / "out", "--tokenizer", tokenizer,
+                  *FLAGS, *flags, "--tokenize-workers", "1")  # fmt: skip
+    while not (tmp_path / "out" / "shard-00000.json").exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)
+    tokenize(inputs, tmp_path / "out", tokenizer, *flags, "--max-length", "64", "--overwrite")
+    second = contents(tmp_path / "out")
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 1
+    assert "another run has replaced the plan" in first.stderr.read().decode().splitlines()[-1]
+    assert contents(tmp_path / "out") == second
+
+
+def test_overwrite_makes_everything_anew_and_lost_files_are_made_again(
+    inputs, calm, tokenizer, tmp_path
+):
+    flags = ("--num-shards", "8")
+    tokenize(inputs, tmp_path / "out", tokenizer, *flags)
+    (tmp_path / "out" / "shard-00003.arrow").unlink()
+    (tmp_path / "out" / "shard-00004.arrow").write_bytes(b"cut")
+    (tmp_path / "out" / "shard-00005.json").write_text("[]")
+    again = tokenize(inputs, tmp_path / "out", tokenizer, *flags)
+    assert "3 written, 5 kept" in again.stdout
+    assert "shard-00003.arrow is not what its record says" in again.stderr
+    assert contents(tmp_path / "out") == calm
+    anew = tokenize(inputs, tmp_path / "out", tokenizer, *flags, "--overwrite")
+    assert "8 written, 0 kept" in anew.stdout and contents(tmp_path / "out") == calm
+
+
+def test_a_second_signal_ends_it_at_once(inputs, tokenizer, tmp_path):
+    """Whatever the first one's cleaning up is doing; and the next run cleans up after both."""
+    work = tmp_path / "work"
+    work.mkdir()
+    for number in range(4):
+        process = start("--input", inputs, "--output", tmp_path / f"{number}", "--tokenizer",
+                        tokenizer, *FLAGS, "--work-dir", work)  # fmt: skip
+        while not list(work.glob("tokenize-*")):
+            time.sleep(0.01)
+        time.sleep(0.2 * number)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        # the signal itself ends an interpreter that is about to end: 130 too in a shell
+        assert process.wait(timeout=10) in (130, -signal.SIGINT)
+        assert b"Traceback" not in process.stderr.read()
+    tokenize(inputs, tmp_path / "out", tokenizer, "--work-dir", work)
+    assert not list(work.iterdir())
+
+
+def test_linked_folders_are_read_and_loops_end(tokenizer, tmp_path):
+    source, other = tmp_path / "in", tmp_path / "other"
+    source.mkdir()
+    other.mkdir()
+    (other / "a.jsonl").write_text(make_line(1, "word " * 9) + "\n")
+    (source / "more").symlink_to(other)
+    (source / "loop").symlink_to(source)
+    tokenize(source, tmp_path / "out", tokenizer)
+    assert json.loads((tmp_path / "out" / "shard-00000.json").read_bytes())["rows"] == 1
+
+
+def test_empty_names_and_odd_places_are_usage_errors(inputs, tokenizer, tmp_path):
+    empty = run_script("--input", inputs, "--output", "", "--tokenizer", tokenizer)
+    assert empty.returncode == 2 and "--output is needed" in empty.stderr.splitlines()[-1]
+    nowhere = run_script("--inspect", tmp_path / "nothing:abc", "--tokenizer", tokenizer)
+    assert nowhere.returncode == 1 and "no dataset there" in nowhere.stderr.splitlines()[-1]
