@@ -24,7 +24,19 @@ trap '' HUP  # a dropped SSH connection ends nothing
 
 if [ "$HIDDEN_STATES" != colocated ]; then
     "$PYTHON" extract_hidden_online.py --target "$TARGET" --listen "$LISTEN" $EXTRACT_FLAGS &
-    started+=($!)
+    server=$!
+    started+=("$server")
+fi
+
+"$PYTHON" tokenize_completions.py --input "$INPUT" --output "$DATA" --tokenizer "$TARGET" $TOKENIZE_FLAGS &
+tokenizer=$!
+started+=("$tokenizer")
+
+if [ "$HIDDEN_STATES" != colocated ]; then
+    until "$PYTHON" extract_hidden_online.py --ping "$LISTEN" $EXTRACT_FLAGS > /dev/null 2>&1; do
+        kill -0 "$server" 2> /dev/null || wait "$server"  # its own message says why
+        sleep 1
+    done
 fi
 
 # torchrun would handle SIGHUP by itself, and end the run with the SSH connection
@@ -34,6 +46,5 @@ fi
 trainer=$!
 started+=("$trainer")
 
-"$PYTHON" tokenize_completions.py --input "$INPUT" --output "$DATA" --tokenizer "$TARGET" $TOKENIZE_FLAGS
-
+wait "$tokenizer"
 wait "$trainer"

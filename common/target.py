@@ -165,7 +165,12 @@ class Target:
             _cut_config(config.get_text_config(), max(layers) + 1)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, device_map={"": device}, output_loading_info=True
+                path,
+                config=config,
+                dtype=dtype,
+                device_map={"": device},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported, and refused below
             )
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,8 @@ def test_one_server_a_device(target_folder):
 def test_ping_and_check(target_folder, address):
     found = run_script("--ping", address)
     assert found.returncode == 0
-    assert json.loads(found.stdout)["layers"] == [0, 1, 2]
+    facts = json.loads(found.stdout)
+    assert facts["layers"] == [0, 1, 2] and facts["stats"]["up_s"] > 0
     dead = f"127.0.0.1:{free_port()}"
     lost = run_script("--ping", dead)
     assert lost.returncode == 1 and dead in lost.stderr and len(lost.stderr.splitlines()) == 1
@@ -193,7 +195,12 @@ def test_ping_and_check(target_folder, address):
         "--target", target_folder, "--layers", "0,1,2", "--check", "--devices", "cpu,cpu"
     )
     assert checked.returncode == 0
-    assert [line.count("0,1,2") for line in checked.stdout.splitlines()] == [1, 1]
+    lines = checked.stdout.splitlines()
+    assert [line.count("0,1,2") for line in lines] == [1, 1]
+    assert all("Qwen3_5ForCausalLM" in line and "tokens/s" in line for line in lines)
+    # what it found is said at the start
+    for words in ("the output of layer i", "never packed", "flash-linear-attention=", "loaded_s="):
+        assert words in checked.stderr
 
 
 def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
@@ -223,6 +230,27 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
             assert (error.exit_code if isinstance(error, UserError) else error.code) == code
             assert message in text.splitlines()[-1], (flags, text)
     signal.signal(signal.SIGTERM, before)
+
+
+def test_a_status_line_tells_what_is_done(target_folder, tmp_path):
+    """On the loopback of the newer protocol, whose addresses have colons of their own."""
+    flags = ("--target", target_folder, "--layers", "0,1,2", "--listen", "[::1]:0")
+    with (tmp_path / "log").open("w") as log, running(*flags, stderr=log) as process:
+        address = process.stdout.readline().strip()
+        assert address.startswith("[::1]:")
+        served = ServedHiddenStates([address], connect_timeout_s=60)
+        for request in requests(5):
+            served.submit(request).result(timeout=60)
+        deadline = time.monotonic() + 30
+        while "streams=2" not in (tmp_path / "log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        served.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "streams=2" in line]
+    for field in ("requests=5", "tokens/s=", "busy=", "queue=0"):
+        assert field in line
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -1,12 +1,20 @@
 """Taps are the model's own hidden states, whatever the batch; unusable layers are refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from common.run import UserError
 from common.target import (
@@ -192,3 +200,136 @@ def test_a_folder_without_a_model_is_one_line(tmp_path):
     with pytest.raises(UserError, match="--target") as caught:
         load(str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
+
+
+def llama(folder, **shape):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **shape,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_another_familys_layers_are_tapped_too(tmp_path):
+    path = llama(tmp_path / "llama")
+    (document,) = documents(50)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.from_numpy(document.astype(np.int64))[None]
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    want = torch.cat([states[layer + 1][0] for layer in LAYERS], dim=-1)
+    target = load(path)
+    assert target.class_name == "LlamaForCausalLM"
+    assert torch.equal(target.forward([document]).hidden, want)
+
+
+def test_a_model_whose_layers_cannot_be_found_is_refused_by_name(tmp_path):
+    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=8, n_head=4, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="GPT2LMHeadModel"):
+        Target(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2"),
+            name="gpt2", layers=LAYERS, final=True, max_tokens=100,
+        )  # fmt: skip
+
+
+def test_weights_that_are_missing_are_not_made_up(targets, tmp_path):
+    folder = tmp_path / "holey"
+    shutil.copytree(targets["qwen3"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights are missing.*layers\.3\.mlp\.up_proj"):
+        load(str(folder))
+    tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 64)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="of another shape"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_is_needed_is_loaded(targets, kind):
+    whole = load(targets[kind], final=True)
+    lean = load(targets[kind], head=False)
+    assert lean.weight_bytes < 0.75 * whole.weight_bytes
+    (document,) = documents(30)
+    assert torch.equal(lean.forward([document]).hidden, whole.forward([document]).hidden)
+    assert lean.fingerprint == whole.fingerprint
+
+
+def test_an_fp8_checkpoint_gives_what_its_numbers_say(targets, tmp_path):
+    """Blocks of 128 x 128 with a scale each, as Qwen's FP8 releases have them."""
+    folder = tmp_path / "fp8"
+    wide = tiny_target(tmp_path / "wide", kind="qwen3", num_layers=6, hidden_size=128)
+    shutil.copytree(wide, folder)
+    tensors, plain = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name]
+        rows, columns = weight.shape
+        blocks = F.pad(weight, (0, -columns % 128, 0, -rows % 128))
+        blocks = blocks.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        eighths = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        whole = eighths.float() * scale[:, None, :, None]
+        plain[name] = whole.flatten(2).flatten(0, 1)[:rows, :columns].clone()
+        tensors[name] = eighths.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_bytes())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    reference = load_file(wide / "model.safetensors") | plain
+    save_file(reference, wide / "model.safetensors", metadata={"format": "pt"})
+    (document,) = documents(40)
+    want, got = load(str(wide)).forward([document]), load(str(folder)).forward([document])
+    # without a GPU transformers unpacks the weights to bfloat16
+    error = (got.hidden - want.hidden).norm() / want.hidden.norm()
+    assert error < 0.05
+
+
+class SmallMemory:
+    """Makes a target's forward fail as a GPU does when a batch has more than so many tokens."""
+
+    def __init__(self, target, tokens):
+        self._decoder, self._tokens, self.batches = target._decoder, tokens, []
+        target._decoder = self
+
+    def __getattr__(self, name):
+        return getattr(self._decoder, name)
+
+    def __call__(self, *, input_ids, **options):
+        self.batches.append(input_ids.numel())
+        if input_ids.numel() > self._tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._decoder(input_ids=input_ids, **options)
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_said_once(targets, caplog):
+    request = documents(*[40] * 9, 30, 20)
+    want = load(targets["qwen3_5"]).forward(request).hidden
+    target = load(targets["qwen3_5"])
+    memory = SmallMemory(target, 100)
+    torch.testing.assert_close(target.forward(request).hidden, want, atol=1e-5, rtol=1e-5)
+    failed = [tokens for tokens in memory.batches if tokens > 100]
+    assert 0 < len(failed) < 8
+    memory.batches.clear()
+    target.forward(request)
+    assert max(memory.batches) <= 100  # it has learned
+    assert sum("out of GPU memory" in line for line in caplog.messages) == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        target.forward(documents(101))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_rows_do_not_depend_on_their_batch_beyond_rounding(targets, kind):
+    target = Target.load(targets[kind], layers=LAYERS, dtype=torch.bfloat16, device=CPU)
+    request = documents(5, 90, 61, 64, 1, 33)
+    together = target.forward(request).hidden.float()
+    again = target.forward(request).hidden.float()
+    assert torch.equal(together, again)
+    alone = torch.cat([target.forward([document]).hidden for document in request]).float()
+    scale = alone.norm(dim=1).mean()
+    assert (together - alone).norm(dim=1).max() < 0.05 * scale  # 8 bits of mantissa, 5 layers

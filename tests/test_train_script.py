@@ -164,6 +164,43 @@ def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
     assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
+def train_and_kill(parts, output, server, *addresses):
+    """Start a run of six steps on servers, and kill one of them after the first step."""
+    _, data, target = parts
+    flags = ("--max-steps", "6", "--save-every", "2", "--prefetch", "1")
+    command = training_command(data, target, output, *flags, "--hidden-states", ",".join(addresses))
+    trainer = subprocess.Popen(
+        [sys.executable, TRAINER, *command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    for line in trainer.stderr:
+        if " step=1/" in line:
+            server.kill()
+            server.wait()
+            return trainer
+    raise AssertionError("no step came")
+
+
+def test_a_killed_server_of_two_changes_nothing(parts, calm_run, tmp_path):
+    target = str(parts[2])
+    with serving(target) as one, serving(target) as two:
+        addresses = [server.stdout.readline().strip() for server in (one, two)]
+        trainer = train_and_kill(parts, tmp_path / "run", one, *addresses)
+        said = trainer.communicate(timeout=120)[1]
+        assert trainer.returncode == 0, said
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
+
+
+def test_the_only_server_may_be_killed_and_come_back(parts, calm_run, tmp_path):
+    target = str(parts[2])
+    with serving(target) as server:
+        address = server.stdout.readline().strip()
+        trainer = train_and_kill(parts, tmp_path / "run", server, address)
+    with serving(target, port=int(address.rpartition(":")[2])):
+        said = trainer.communicate(timeout=120)[1]
+        assert trainer.returncode == 0, said
+    assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
+
+
 @pytest.mark.parametrize("split", ["1 rank x 4 packs", "2 ranks x 2 packs"])
 def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run, tmp_path, split):
     _, data, target = parts
