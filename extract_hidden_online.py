@@ -174,9 +174,7 @@ def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
         head=False,
         max_tokens=args.max_tokens_per_batch,
     )
-    kernels = " ".join(
-        f"{name}={'yes' if there else 'no'}" for name, there in fast_kernels().items()
-    )
+    kernels = run.format_fields({k: "yes" if v else "no" for k, v in fast_kernels().items()})
     log.info(
         f"target={target.name} class={target.class_name} device={device} "
         f"loaded_s={time.monotonic() - began:.1f} weights={run.format_bytes(target.weight_bytes)} "
@@ -186,9 +184,7 @@ def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
         f"taps={','.join(map(str, layers))} of layers 0 to {depth - 1}: the output of layer i, "
         "compared with the model's own hidden_states[i + 1]"
     )
-    log.info(
-        f"batching=padded on the right, documents are never packed; kernels: {' '.join(kernels)}"
-    )
+    log.info(f"batching=padded on the right, documents are never packed; kernels: {kernels}")
     return target
 
 
