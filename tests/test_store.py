@@ -627,10 +627,10 @@ def test_what_a_killed_upload_left_is_aborted_and_nothing_else(
     others = [("in/shard.arrow", neighbour), ("in/shard.arrow-2", same_key)]
     ((_, key, upload_id, endpoint),) = read_upload_journal(journal)
     assert sorted(left_uploads(moto, uri)) == sorted([*others, (key, upload_id)])
-    assert endpoint == moto.endpoint_url
+    assert endpoint.startswith("http://127.0.0.1:")  # the slow proxy's, which is gone
     with journal.open("ab") as file:
         file.write(b'{"event": "beg')  # a line that a power cut left
-    assert abort_left_uploads(journal) == 1  # where they were begun, whatever the next run uses
+    assert abort_left_uploads(journal, endpoint_url=moto.endpoint_url) == 1
     assert sorted(left_uploads(moto, uri)) == sorted(others)
     assert not journal.exists()
     assert abort_left_uploads(journal, endpoint_url=moto.endpoint_url) == 0
