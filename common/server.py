@@ -132,8 +132,8 @@ class HiddenStateServer(flight.FlightServerBase):
             return
         for batch in answer_batches(taps):
             writer.write_with_metadata(batch, metadata)
+        self.meter.add_answer(len(taps.hidden))  # before the client can ask for the stats
         writer.write_metadata(json.dumps({"id": request_id, "end": True}).encode())
-        self.meter.add_answer(len(taps.hidden))
 
 
 class Meter:
