@@ -78,6 +78,7 @@ def test_colocated_on_two_ranks_survives_a_dropped_connection(chain):
     assert processes_of(chain["RUN"]) == []
 
 
+@pytest.mark.slow
 def test_pipeline_passes_the_exit_code_of_stage_1_on(chain):
     result = run_pipeline({**chain, "INPUT": chain["INPUT"] + "/nothing"})
     assert result.returncode == 1 and "cannot read it" in result.stderr
@@ -85,6 +86,7 @@ def test_pipeline_passes_the_exit_code_of_stage_1_on(chain):
     assert result.returncode == 2
 
 
+@pytest.mark.slow
 def test_pipeline_passes_a_failed_trainers_code_on(chain):
     result = run_pipeline({**chain, "TRAIN_FLAGS": chain["TRAIN_FLAGS"] + " --layers 0,1"})
     assert result.returncode == 1 and "its layers is" in result.stderr

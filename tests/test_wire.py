@@ -460,6 +460,7 @@ def test_stats_count_what_was_done(own):
         assert 0 < after["busy_s"] < after["up_s"] and after["streams"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_nothing_any_more_is_left(folder, own, apart, monkeypatch):
     """As when its machine loses power, or its process is stopped: no connection ever ends."""
     monkeypatch.setattr(client_module, "SILENT_S", 1.0)
