@@ -406,9 +406,9 @@ def test_overwrite_makes_everything_anew_and_lost_files_are_made_again(
 
 def test_a_second_signal_ends_it_at_once(inputs, tokenizer, tmp_path):
     """Whatever the first one's cleaning up is doing; and the next run cleans up after both."""
-    work = tmp_path / "work"
-    work.mkdir()
     for number in range(4):
+        work = tmp_path / f"work-{number}"
+        work.mkdir()
         process = start("--input", inputs, "--output", tmp_path / f"{number}", "--tokenizer",
                         tokenizer, *FLAGS, "--work-dir", work)  # fmt: skip
         while not list(work.glob("tokenize-*")):
