@@ -47,7 +47,6 @@ from common.stored import (
     StoredPlan,
     first_rows,
     settle_stored_plan,
-    stored_bytes,
     token_bytes,
     write_hidden_states,
 )
@@ -350,7 +349,8 @@ def write(args: argparse.Namespace, log: Any) -> int:
         hidden_states = ColocatedHiddenStates(
             target, max_tokens_per_request=args.max_tokens_per_request
         )
-        tokens, size = sum(lengths), stored_bytes(hidden_states.description, sum(lengths))
+        tokens = sum(lengths)
+        size = tokens * token_bytes(hidden_states.description)
         log.info(
             f"rows={len(lengths):,} tokens={tokens:,} "
             f"hidden states={run.format_bytes(size)} "

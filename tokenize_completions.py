@@ -270,6 +270,8 @@ def committed(job: Job, indexes: Sequence[int]) -> dict[int, dict[str, Any]]:
 
     A shard whose file is gone or of another size is none, and is made again.
     """
+    if not indexes:
+        return {}
     sizes = {entry.key: entry.size for entry in job.output.list("shard-")}
 
     def look(index: int) -> dict[str, Any] | None:
@@ -476,7 +478,7 @@ def make_flow(job: Job, encoder: Encoder) -> tuple[Flow, WorkerPool | None]:
 def shard_spec(job: Job, encoder: Encoder) -> ShardSpec:
     args, tokenizer = job.args, encoder.tokenizer
     return ShardSpec(
-        source=split_file(args.input)[0],
+        source=job.source.uri,
         output=args.output,
         store_options={"endpoint_url": args.endpoint_url},
         output_options={"sse": args.sse, "sse_kms_key": args.sse_kms_key},

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.run import UserError, json_bytes
-from common.store import Entry, ObjectMissing, Store
+from common.store import Entry, Store, read_if_there
 
 VERSION = 1
 FIRST_SHARD_SHARE, FIRST_SHARD_BYTES = 0.01, 64_000_000  # small, so that training starts early
@@ -123,10 +123,7 @@ def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
 
     With `overwrite` whatever is there is removed, shards of an equal plan too.
     """
-    try:
-        old_bytes = store.read(PLAN_FILE)
-    except ObjectMissing:
-        old_bytes = None
+    old_bytes = read_if_there(store, PLAN_FILE)
     if old_bytes == plan.to_bytes() and not overwrite:
         return
     if old_bytes is not None and not overwrite:
@@ -142,11 +139,7 @@ def settle_plan(store: Store, plan: Plan, *, overwrite: bool) -> None:
 
 def check_plan(store: Store, plan: Plan) -> None:
     """Raises UserError when another run has replaced the plan that this one works by."""
-    try:
-        there = store.read(PLAN_FILE)
-    except ObjectMissing:
-        there = None
-    if there != plan.to_bytes():
+    if read_if_there(store, PLAN_FILE) != plan.to_bytes():
         raise UserError(f"{store.uri}: another run has replaced the plan; this one stops")
 
 

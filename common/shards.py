@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from common.plan import PLAN_FILE, Plan
 from common.run import UserError, json_bytes
-from common.store import LocalStore, ObjectMissing, Store, open_store
+from common.store import LocalStore, Store, open_store, read_if_there
 
 SCHEMA = pa.schema(
     [
@@ -312,10 +312,7 @@ class TokenizedDataset:
         return checked_file(self._store, record, self._cache_dir / self.plan.sha256[:16])
 
     def _read(self, key: str) -> bytes | None:
-        try:
-            return self._store.read(key)
-        except ObjectMissing:
-            return None
+        return read_if_there(self._store, key)
 
 
 def checked_file(store: Store, record: Mapping[str, Any], cache_dir: Path) -> Path:

@@ -65,6 +65,14 @@ class Store(Protocol):
         """Put a small object and remove it again."""
 
 
+def read_if_there(store: Store, key: str) -> bytes | None:
+    """The bytes of an object; None when there is none."""
+    try:
+        return store.read(key)
+    except ObjectMissing:
+        return None
+
+
 def add_store_arguments(group: argparse._ArgumentGroup) -> None:
     """The flag that all scripts share for S3."""
     group.add_argument("--endpoint-url", help="S3 endpoint, for R2, MinIO, Ceph [AWS's]")

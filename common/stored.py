@@ -9,7 +9,7 @@ the sha256 of its int32 token ids, by which it is found again.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from common.run import UserError, json_bytes
 from common.shards import TokenizedDataset, checked_file, file_sha256
-from common.store import ObjectMissing, Store, open_store
+from common.store import Store, open_store, read_if_there
 from common.target import Taps
 from common.wire import ColocatedHiddenStates, Description
 
@@ -69,11 +69,6 @@ def first_rows(dataset: TokenizedDataset, limit: int, *, timeout_s: float) -> It
         left -= min(left, len(shard))
 
 
-def stored_bytes(description: Description, tokens: int) -> int:
-    """How large the hidden states of so many tokens are."""
-    return tokens * token_bytes(description)
-
-
 def token_bytes(description: Description) -> int:
     """Of one token's hidden states: bfloat16, the tapped layers and perhaps the final one."""
     return 2 * description.hidden_size * (len(description.layers) + description.final)
@@ -81,12 +76,10 @@ def token_bytes(description: Description) -> int:
 
 def settle_stored_plan(output: Store, plan: StoredPlan) -> None:
     """Lay down the plan, or find the same one there. Raises UserError when it is another."""
-    try:
-        there = output.read(PLAN_FILE)
-    except ObjectMissing:
+    there = read_if_there(output, PLAN_FILE)
+    if there is None:
         output.write(PLAN_FILE, plan.to_bytes())
-        return
-    if there != plan.to_bytes():
+    elif there != plan.to_bytes():
         raise UserError(
             f"{output.uri} holds other hidden states (target, layers, data or --limit differ): "
             "name another --output"
@@ -103,7 +96,8 @@ def write_hidden_states(
     on_rows: Callable[[int, int], None],
 ) -> None:
     """Write what is not committed yet; `on_rows(rows, tokens)` is called after each file."""
-    for index, documents in enumerate(_file_loads(rows, plan.description)):
+    file_tokens = FILE_BYTES // token_bytes(plan.description)
+    for index, documents in enumerate(_loads(rows, max_tokens=file_tokens)):
         tokens = sum(map(len, documents))
         record = read_record(output, index)
         if record is None or record["plan_sha256"] != plan.sha256:
@@ -132,23 +126,20 @@ def record_key(index: int) -> str:
 
 def read_record(store: Store, index: int) -> dict[str, Any] | None:
     """The commit record of a file; None while it has none."""
-    try:
-        return json.loads(store.read(record_key(index)))
-    except ObjectMissing:
-        return None
+    data = read_if_there(store, record_key(index))
+    return None if data is None else json.loads(data)
 
 
-def _file_loads(rows: Iterator[np.ndarray], description: Description) -> Iterator[list[np.ndarray]]:
-    """Rows in order, as many as a file takes."""
+def _loads(rows: Iterable[np.ndarray], *, max_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Rows in order, as many at a time as have so many tokens together, or one."""
     load: list[np.ndarray] = []
-    size = 0
+    tokens = 0
     for row in rows:
-        more = stored_bytes(description, len(row))
-        if load and size + more > FILE_BYTES:
+        if load and tokens + len(row) > max_tokens:
             yield load
-            load, size = [], 0
+            load, tokens = [], 0
         load.append(row)
-        size += more
+        tokens += len(row)
     if load:
         yield load
 
@@ -156,24 +147,17 @@ def _file_loads(rows: Iterator[np.ndarray], description: Description) -> Iterato
 def _tensors(
     documents: Sequence[np.ndarray], hidden_states: ColocatedHiddenStates
 ) -> dict[str, torch.Tensor]:
-    final = hidden_states.description.final
-    limit = hidden_states.description.max_tokens_per_request
+    have = hidden_states.description
     parts: list[Taps] = []
-    request: list[np.ndarray] = []
-    for document in [*documents, None]:
-        full = document is None or sum(map(len, request)) + len(document) > limit
-        if full and request:
-            taps = hidden_states.compute(request, final=final)
-            parts.append(Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu()))
-            request = []
-        if document is not None:
-            request.append(document)
+    for request in _loads(documents, max_tokens=have.max_tokens_per_request):
+        taps = hidden_states.compute(request, final=have.final)
+        parts.append(Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu()))
     tensors = {
         "hidden": torch.cat([part.hidden for part in parts]),
         "offsets": torch.tensor(np.cumsum([0, *map(len, documents)]), dtype=torch.int64),
         "keys": torch.from_numpy(np.stack([_key(document) for document in documents])),
     }
-    if final:
+    if have.final:
         tensors["final"] = torch.cat([part.final for part in parts if part.final is not None])
     return tensors
 
@@ -192,14 +176,13 @@ class StoredHiddenStates:
     def __init__(self, uri: str, *, cache_dir: Path, endpoint_url: str | None = None) -> None:
         """Raises UserError when nothing is there, or not all of it."""
         self._store = open_store(uri, endpoint_url=endpoint_url)
-        try:
-            plan = StoredPlan.from_bytes(self._store.read(PLAN_FILE))
-        except ObjectMissing as error:
+        data = read_if_there(self._store, PLAN_FILE)
+        if data is None:
             raise UserError(
                 f"--hidden-states {uri}: no {PLAN_FILE} there; extract_hidden_online.py --output "
                 "writes one"
-            ) from error
-        self._plan = plan
+            )
+        self._plan = plan = StoredPlan.from_bytes(data)
         self.description = dataclasses.replace(plan.description, max_tokens_per_request=ANY_NUMBER)
         self._places: dict[bytes, tuple[int, int, int]] = {}
         self._files: list[Any] = []
