@@ -227,11 +227,12 @@ def test_gradients_are_equal_on_any_split(parts, tmp_path):
         output = tmp_path / f"{ranks}"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         program = [str(Path(__file__).parent / "gradients.py"), str(target), str(output), *sizes]
-        subprocess.run(
+        result = subprocess.run(
             [sys.executable, *launcher, *program],
             env={**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent.parent)},
-            check=True, capture_output=True, timeout=120,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
+        assert result.returncode == 0, result.stderr
         for size in sizes:
             found[ranks, int(size)] = load_file(f"{output}-{size}.safetensors")
     want = found.pop((1, 1))
