@@ -21,7 +21,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -42,9 +41,9 @@ from common.client import describe, server_stats
 from common.server import HiddenStateServer
 from common.shards import TokenizedDataset
 from common.store import add_store_arguments, open_store
-from common.stored import (
-    FILE_BYTES,
-    StoredPlan,
+from common.stored import StoredPlan
+from common.storing import (
+    check_room,
     first_rows,
     settle_stored_plan,
     token_bytes,
@@ -54,7 +53,6 @@ from common.target import (
     MAX_BATCH_TOKENS,
     Target,
     default_target_layers,
-    fast_kernels,
     target_facts,
 )
 from common.timing import peak_memory_bytes
@@ -173,7 +171,8 @@ def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
         head=False,
         max_tokens=args.max_tokens_per_batch,
     )
-    kernels = run.format_fields({k: "yes" if v else "no" for k, v in fast_kernels().items()})
+    kernels = {k: "yes" if v else "no, the reference" for k, v in target.fast_kernels().items()}
+    found = run.format_fields(kernels) if kernels else "none needed"
     log.info(
         f"target={target.name} class={target.class_name} device={device} "
         f"loaded_s={time.monotonic() - began:.1f} weights={run.format_bytes(target.weight_bytes)} "
@@ -183,7 +182,7 @@ def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
         f"taps={','.join(map(str, layers))} of layers 0 to {depth - 1}: the output of layer i, "
         "compared with the model's own hidden_states[i + 1]"
     )
-    log.info(f"batching=padded on the right, documents are never packed; kernels: {kernels}")
+    log.info(f"batching=padded on the right, documents are never packed; kernels: {found}")
     return target
 
 
@@ -345,6 +344,11 @@ def write(args: argparse.Namespace, log: Any) -> int:
         )
         data_plan = dataset.wait_for_plan(timeout_s=args.data_timeout)
         lengths = [len(row) for row in first_rows(dataset, args.limit, timeout_s=args.data_timeout)]
+        if max(lengths) > args.max_tokens_per_request:
+            raise run.UserError(
+                f"a row has {max(lengths):,} tokens: give --max-tokens-per-request "
+                f"{max(lengths)} or more"
+            )
         target = load_target(args, args.devices[0], log)
         hidden_states = ColocatedHiddenStates(
             target, max_tokens_per_request=args.max_tokens_per_request
@@ -380,20 +384,6 @@ def write(args: argparse.Namespace, log: Any) -> int:
         ],
     )
     return 0
-
-
-def check_room(output: str, size: int, folder: Path) -> None:
-    """Refuse what the disks cannot hold: all of it in a local folder, a file in the work folder."""
-    needs = [(folder, "--work-dir", min(size, FILE_BYTES))]
-    if "://" not in output:
-        needs.append((Path(output), "--output", size))
-    for place, flag, needed in needs:
-        free = shutil.disk_usage(place).free
-        if free < needed:
-            raise run.UserError(
-                f"{flag} {place}: {run.format_bytes(free)} free, and the hidden states need "
-                f"{run.format_bytes(needed)}; a smaller --limit, or a larger disk"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

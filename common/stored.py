@@ -9,7 +9,7 @@ the sha256 of its int32 token ids, by which it is found again.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from common.run import UserError, json_bytes
-from common.shards import TokenizedDataset, checked_file, file_sha256
+from common.shards import checked_file
 from common.store import Store, open_store, read_if_there
 from common.target import Taps
-from common.wire import ColocatedHiddenStates, Description
+from common.wire import Description
 
 VERSION = 1
 ANY_NUMBER = 1 << 62  # of tokens: nothing is computed for a request
 PLAN_FILE = "hidden.json"
-FILE_BYTES = 1_000_000_000  # of one file, or of one row
 
 
 @dataclass(frozen=True)
@@ -54,72 +52,6 @@ class StoredPlan:
         return cls(description, facts["data_sha256"], facts["num_rows"])
 
 
-# ---- writing
-
-
-def first_rows(dataset: TokenizedDataset, limit: int, *, timeout_s: float) -> Iterator[np.ndarray]:
-    """Token ids of the first rows in plan order, waiting for shards that are not there yet."""
-    left = limit
-    for index in range(dataset.num_shards):
-        if left == 0:
-            return
-        shard = dataset.wait_for_shard(index, timeout_s=timeout_s)
-        for row in range(min(left, len(shard))):
-            yield shard.input_ids(row)
-        left -= min(left, len(shard))
-
-
-def token_bytes(description: Description) -> int:
-    """Of one token's hidden states: bfloat16, the tapped layers and perhaps the final one."""
-    return 2 * description.hidden_size * (len(description.layers) + description.final)
-
-
-def settle_stored_plan(output: Store, plan: StoredPlan) -> None:
-    """Lay down the plan, or find the same one there. Raises UserError when it is another."""
-    there = read_if_there(output, PLAN_FILE)
-    if there is None:
-        output.write(PLAN_FILE, plan.to_bytes())
-    elif there != plan.to_bytes():
-        raise UserError(
-            f"{output.uri} holds other hidden states (target, layers, data or --limit differ): "
-            "name another --output"
-        )
-
-
-def write_hidden_states(
-    rows: Iterator[np.ndarray],
-    hidden_states: ColocatedHiddenStates,
-    output: Store,
-    plan: StoredPlan,
-    *,
-    folder: Path,
-    on_rows: Callable[[int, int], None],
-) -> None:
-    """Write what is not committed yet; `on_rows(rows, tokens)` is called after each file."""
-    file_tokens = FILE_BYTES // token_bytes(plan.description)
-    for index, documents in enumerate(_loads(rows, max_tokens=file_tokens)):
-        tokens = sum(map(len, documents))
-        record = read_record(output, index)
-        if record is None or record["plan_sha256"] != plan.sha256:
-            name = f"hidden-{index:05}.safetensors"
-            path = folder / name
-            save_file(_tensors(documents, hidden_states), path)
-            output.upload(name, path)
-            record = {
-                "version": VERSION,
-                "index": index,
-                "plan_sha256": plan.sha256,
-                "file": name,
-                "rows": len(documents),
-                "tokens": tokens,
-                "bytes": path.stat().st_size,
-                "sha256": file_sha256(path),
-            }
-            output.write(record_key(index), json_bytes(record))
-            path.unlink()
-        on_rows(len(documents), tokens)
-
-
 def record_key(index: int) -> str:
     return f"hidden-{index:05}.json"
 
@@ -130,44 +62,10 @@ def read_record(store: Store, index: int) -> dict[str, Any] | None:
     return None if data is None else json.loads(data)
 
 
-def _loads(rows: Iterable[np.ndarray], *, max_tokens: int) -> Iterator[list[np.ndarray]]:
-    """Rows in order, as many at a time as have so many tokens together, or one."""
-    load: list[np.ndarray] = []
-    tokens = 0
-    for row in rows:
-        if load and tokens + len(row) > max_tokens:
-            yield load
-            load, tokens = [], 0
-        load.append(row)
-        tokens += len(row)
-    if load:
-        yield load
-
-
-def _tensors(
-    documents: Sequence[np.ndarray], hidden_states: ColocatedHiddenStates
-) -> dict[str, torch.Tensor]:
-    have = hidden_states.description
-    parts: list[Taps] = []
-    for request in _loads(documents, max_tokens=have.max_tokens_per_request):
-        taps = hidden_states.compute(request, final=have.final)
-        parts.append(Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu()))
-    tensors = {
-        "hidden": torch.cat([part.hidden for part in parts]),
-        "offsets": torch.tensor(np.cumsum([0, *map(len, documents)]), dtype=torch.int64),
-        "keys": torch.from_numpy(np.stack([_key(document) for document in documents])),
-    }
-    if have.final:
-        tensors["final"] = torch.cat([part.final for part in parts if part.final is not None])
-    return tensors
-
-
-def _key(document: np.ndarray) -> np.ndarray:
+def row_key(document: np.ndarray) -> np.ndarray:
+    """sha256 of a row's int32 token ids, as 32 bytes."""
     digest = hashlib.sha256(np.ascontiguousarray(document, "<i4").tobytes()).digest()
     return np.frombuffer(bytearray(digest), np.uint8)
-
-
-# ---- reading
 
 
 class StoredHiddenStates:
@@ -219,7 +117,7 @@ class StoredHiddenStates:
     def _read(self, name: str, document: np.ndarray) -> torch.Tensor:
         if name == "final" and not self.description.final:
             raise UserError(f"{self._store.uri}: written without --final")
-        place = self._places.get(_key(document).tobytes())
+        place = self._places.get(row_key(document).tobytes())
         if place is None:
             raise UserError(
                 f"{self._store.uri} has no hidden states of a row of {len(document)} tokens: they "

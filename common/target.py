@@ -10,7 +10,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import (
-    is_causal_conv1d_available,
-    is_flash_linear_attention_available,
-)
 from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
@@ -37,6 +34,11 @@ HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.
 FINGERPRINT_BYTES = 4096  # of each tensor
 MAX_BATCH_TOKENS = 8192  # of a forward, padding included
 CHECKED_SHAPE = (2, 33)  # of the ids that taps are checked on
+# of transformers' modeling files, which call a kernel where its package can be used
+LINEAR_ATTENTION_FUNCTIONS = {
+    "flash-linear-attention": "torch_chunk_gated_delta_rule",
+    "causal-conv1d": "causal_conv1d_fn",
+}
 GROUP_SPREAD = 0.5  # documents share a forward when the shortest has this share of the longest
 
 transformers_logging.disable_progress_bar()
@@ -229,6 +231,18 @@ class Target:
     def device(self) -> torch.device:
         return self.embedding.device
 
+    def fast_kernels(self) -> dict[str, bool]:
+        """Whether linear attention runs in these packages' kernels; empty for a model without any.
+
+        Asked of the functions that the model calls: being importable is not yet being used.
+        """
+        functions = vars(sys.modules[type(self._decoder).__module__])
+        return {
+            package: _is_kernel(functions[name])
+            for package, name in LINEAR_ATTENTION_FUNCTIONS.items()
+            if name in functions
+        }
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """sha256 over (name, dtype, shape, first 4 KiB) of the tensors that the taps depend on."""
@@ -375,6 +389,18 @@ class _Sink:
         self.taken.add(tap)
 
 
+def _is_kernel(function: Callable[..., Any]) -> bool:
+    # transformers refuses packed sequences in its own versions, which know no borders, before
+    # anything else; a kernel misses its arguments instead
+    try:
+        function(cu_seqlens=True, seq_idx=True)
+    except ValueError:
+        return False
+    except TypeError:
+        return True
+    raise AssertionError(f"{function} runs without arguments")
+
+
 def check_layers(layers: Sequence[int], depth: int) -> None:
     """Raises UserError for layers that are out of range, repeated, or the last one."""
     for layer in layers:
@@ -394,14 +420,6 @@ def _cut_config(config: Any, num_layers: int) -> None:
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:num_layers]
-
-
-def fast_kernels() -> dict[str, bool]:
-    """Whether transformers finds the kernels of linear attention; without, layers run in torch."""
-    return {
-        "flash-linear-attention": is_flash_linear_attention_available(),
-        "causal-conv1d": is_causal_conv1d_available(),
-    }
 
 
 def read_embedding_and_head(

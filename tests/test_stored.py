@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from common import stored
+from common import storing
 from common.run import UserError
 from common.shards import TokenizedDataset
 from common.store import open_store
-from common.stored import StoredHiddenStates, StoredPlan, first_rows, write_hidden_states
+from common.stored import StoredHiddenStates, StoredPlan
+from common.storing import check_room, first_rows, settle_stored_plan, write_hidden_states
 from common.target import Target
 from common.wire import ColocatedHiddenStates
 from tests.tiny_run import make_inputs, make_target, tokenize, train
@@ -79,7 +80,9 @@ def test_the_trainer_learns_from_files_as_from_a_target_beside_it(target, data, 
         for name in ("hidden", "colocated")
     ]
     assert len(losses[0]) > 2
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-2)  # other requests, other low bits
+    # other requests, other low bits, which grow from step to step
+    np.testing.assert_allclose(losses[0][:10], losses[1][:10], rtol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.1)
 
 
 def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, tmp_path):
@@ -88,7 +91,7 @@ def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, t
     assert len(rows) == 7
     output = open_store(str(tmp_path / "hidden"))
     stored_plan = StoredPlan(hidden_states.description, plan.sha256, 7)
-    stored.settle_stored_plan(output, stored_plan)
+    settle_stored_plan(output, stored_plan)
     counts = []
     write_hidden_states(
         iter(rows), hidden_states, output, stored_plan, folder=tmp_path,
@@ -111,13 +114,13 @@ def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, t
 def test_a_killed_writer_goes_on_and_gives_the_same_files(
     data, hidden_states, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(stored, "FILE_BYTES", 40_000)
+    monkeypatch.setattr(storing, "FILE_BYTES", 40_000)
     dataset, plan = open_dataset(data, tmp_path)
     stored_plan = StoredPlan(hidden_states.description, plan.sha256, 60)
 
     def make(output, on_rows):
         store = open_store(str(output))
-        stored.settle_stored_plan(store, stored_plan)
+        settle_stored_plan(store, stored_plan)
         write_hidden_states(
             first_rows(dataset, 60, timeout_s=0), hidden_states, store, stored_plan,
             folder=tmp_path, on_rows=on_rows,
@@ -162,6 +165,8 @@ def test_mistakes_are_one_line(target, data, tmp_path, monkeypatch):
         (("--data", data, "--output", tmp_path / "h"), 2, "together"),
         (("--data", tmp_path, "--output", tmp_path / "h", "--limit", "3", "--data-timeout", "0"),
          1, "did not appear"),
+        (("--data", data, "--output", tmp_path / "h", "--limit", "3", "--max-tokens-per-request",
+          "3"), 1, "give --max-tokens-per-request"),
     ]:  # fmt: skip
         result = extract("--target", target, "--layers", "0,1,2", *flags)
         assert result.returncode == code and text in result.stderr.splitlines()[-1], result.stderr
@@ -170,8 +175,6 @@ def test_mistakes_are_one_line(target, data, tmp_path, monkeypatch):
     assert other.returncode == 1 and "other hidden states" in other.stderr.splitlines()[-1]
     with pytest.raises(UserError, match=r"no hidden\.json"):
         StoredHiddenStates(str(tmp_path), cache_dir=tmp_path)
-    import extract_hidden_online
-
     usage = shutil.disk_usage(tmp_path)
     with pytest.raises(UserError, match="smaller --limit"):
-        extract_hidden_online.check_room(str(tmp_path), usage.total * 2, tmp_path)
+        check_room(str(tmp_path), usage.total * 2, tmp_path)

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from common.run import UserError
 from common.target import (
@@ -333,3 +334,11 @@ def test_bf16_rows_do_not_depend_on_their_batch_beyond_rounding(targets, kind):
     alone = torch.cat([target.forward([document]).hidden for document in request]).float()
     scale = alone.norm(dim=1).mean()
     assert (together - alone).norm(dim=1).max() < 0.05 * scale  # 8 bits of mantissa, 5 layers
+
+
+def test_the_functions_that_a_model_calls_say_whether_it_runs_in_kernels(targets, monkeypatch):
+    target = load(targets["qwen3_5"])
+    assert target.fast_kernels() == {"flash-linear-attention": False, "causal-conv1d": False}
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", lambda x, weight: x)
+    assert target.fast_kernels() == {"flash-linear-attention": False, "causal-conv1d": True}
+    assert load(targets["qwen3"]).fast_kernels() == {}
