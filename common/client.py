@@ -25,6 +25,12 @@ STREAMS_PER_SERVER = 2  # one request is computed while another one's answer tra
 RETRY_S = 0.5
 DESCRIBE_TIMEOUT_S = 10.0
 KEPT_BYTES = {-3: 32 << 20, -1: 256 << 20}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+# what OpenSSL says in a failed handshake, and what a person has to do
+TLS_ERRORS = {
+    "certificate verify failed": "its certificate is not the one of --tls-cert",
+    "wrong version number": "it does not speak TLS: leave out --tls-cert",
+    "Socket closed": "the connection was closed; if it speaks TLS, give its --tls-cert",
+}
 SILENT_S = 20.0  # an answer that takes longer has its server asked whether it lives
 
 
@@ -342,6 +348,10 @@ def _keep_freed_memory() -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first words of an error of gRPC, without its inner monologue."""
+    """The cause of an error of gRPC in a few words, without its inner monologue."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return line.partition(" gRPC client debug context")[0].partition(". Detail:")[0]
+    line = line.partition(" gRPC client debug context")[0].partition(". Detail:")[0]
+    for sign, meaning in TLS_ERRORS.items():
+        if sign in line:
+            return meaning
+    return line.rpartition(": ")[2] if "last error" in line else line

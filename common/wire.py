@@ -13,6 +13,7 @@ served and colocated hidden states are the same bits on the same kind of device.
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from pyarrow import flight
 
 from common.run import UserError
 from common.target import Taps, Target
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors reach us as exceptions anyway
 
 PROTOCOL_VERSION = 1
 ANSWER_BYTES = 2_000_000  # of one record batch: larger ones travel at half the speed

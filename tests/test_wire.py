@@ -337,13 +337,15 @@ def test_tls_with_a_token_gives_the_same_bits_and_lets_nobody_else_in(own, apart
             got = served.submit(request).result(timeout=30).hidden
         assert torch.equal(got, apart.compute(request, final=False).hidden)
         address = f"127.0.0.1:{server.port}"
-        for options in (
-            {"token": b"other", "tls_root_certs": certificate},
-            {"token": b"secret", "tls_root_certs": stranger},
-            {"token": b"secret"},
+        for options, reason in (
+            ({"token": b"other", "tls_root_certs": certificate}, "refuses the token"),
+            ({"token": b"secret", "tls_root_certs": stranger}, "certificate is not the one"),
+            ({"token": b"secret"}, "if it speaks TLS, give its --tls-cert"),
         ):
-            with pytest.raises(UserError):
+            with pytest.raises(UserError, match=reason):
                 describe(address, **options)
+    with serve(own) as plain, pytest.raises(UserError, match="does not speak TLS"):
+        describe(f"127.0.0.1:{plain.port}", tls_root_certs=certificate)
 
 
 def resident_bytes():
