@@ -422,6 +422,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
         except Stopped:
             return stop.exit_code
+        except torch.OutOfMemoryError as error:
+            raise run.UserError(
+                "out of GPU memory: lower --micro-batch, --anchor-ratio or --pack-length "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
 
 def open_status(args: argparse.Namespace, closing: contextlib.ExitStack) -> Status:

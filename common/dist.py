@@ -64,10 +64,19 @@ class World:
         """True when every rank votes go, False everywhere when one does not.
 
         Waits outside any collective. Between two calls of which the first was True the ranks must
-        meet in a collective, so that no vote is counted into an earlier round.
+        meet in a collective, so that no vote is counted into an earlier round. Raises UserError
+        when the store is gone.
         """
         if self.size == 1:
             return go
+        try:
+            return self._vote(go)
+        except dist.DistError as error:
+            raise UserError(
+                f"rank {self.rank}: the launcher (torchrun) is gone, or the host of the run's store"
+            ) from error
+
+    def _vote(self, go: bool) -> bool:
         self._store.add("vote/go" if go else "vote/stop", 1)
         round_number = next(self._rounds)
         while True:

@@ -3,7 +3,9 @@
 import contextlib
 import fcntl
 import math
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ class StopRequest:
         self.signum: int | None = None
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._receive)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a dropped connection ends no run
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has seen to it
+            signal.signal(signal.SIGHUP, _leave_terminal)
 
     def _receive(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
@@ -29,6 +32,13 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         return EXIT_INTERRUPTED if self.signum == signal.SIGINT else EXIT_TERMINATED
+
+
+def _leave_terminal(signum: int, frame: Any) -> None:
+    """A dropped connection ends no run: what it would show goes nowhere, its log file goes on."""
+    for number in (1, 2):
+        if stat.S_ISCHR(os.fstat(number).st_mode):  # a terminal, though it is gone already
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 class Stopped(Exception):

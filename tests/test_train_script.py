@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train_dflash_online
 from common.drafter import Drafter, DrafterConfig
@@ -23,9 +22,11 @@ from tests.test_extract_script import serving
 from tests.tiny_run import (
     ENVIRONMENT,
     TRAINER,
+    assert_same_run,
     comparable,
     make_inputs,
     make_target,
+    read_checkpoint,
     tokenize,
     train,
     training_command,
@@ -47,28 +48,6 @@ def calm_run(parts):
     result = train(data, target, root / "calm", "--max-steps", "6", "--save-every", "2")
     assert result.returncode == 0, result.stderr
     return root / "calm", result
-
-
-def read_checkpoint(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """The newest checkpoint's float32 weights and optimizer moments, by name."""
-    name = (run / "checkpoints/latest").read_text().strip()
-    dcp_to_torch_save(run / "checkpoints" / name, scratch / "whole.pt")
-    whole = torch.load(scratch / "whole.pt", weights_only=True)
-    tensors = {f"model.{key}": value for key, value in whole["model"].items()}
-    for key, moments in whole["optimizer"]["state"].items():
-        tensors |= {f"{key}.{name}": value for name, value in moments.items()}
-    return tensors
-
-
-def assert_same_run(one: Path, other: Path, scratch: Path) -> None:
-    """The same metrics, and the same weights, moments and export to the bit."""
-    assert comparable(one) == comparable(other)
-    want, got = (read_checkpoint(run, scratch) for run in (one, other))
-    assert want.keys() == got.keys() and len(want) > 50
-    for key, tensor in want.items():
-        assert torch.equal(got[key], tensor), key
-    for name in ("model.safetensors", "config.json"):
-        assert (one / "export" / name).read_bytes() == (other / "export" / name).read_bytes()
 
 
 def test_a_run_leaves_what_the_readme_says(calm_run):

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 from common.journal import read_metrics
 from demo import tokenizer as demo_tokenizer
 from tests.tiny_models import tiny_target
@@ -78,3 +81,25 @@ def comparable(output: Path) -> list[dict]:
         {k: v for k, v in entry.items() if k != "time" and not k.endswith(("_s", "_per_s"))}
         for entry in read_metrics(output)
     ]
+
+
+def read_checkpoint(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """The newest checkpoint's float32 weights and optimizer moments, by name."""
+    name = (run / "checkpoints/latest").read_text().strip()
+    dcp_to_torch_save(run / "checkpoints" / name, scratch / "whole.pt")
+    whole = torch.load(scratch / "whole.pt", weights_only=True)
+    tensors = {f"model.{key}": value for key, value in whole["model"].items()}
+    for key, moments in whole["optimizer"]["state"].items():
+        tensors |= {f"{key}.{name}": value for name, value in moments.items()}
+    return tensors
+
+
+def assert_same_run(one: Path, other: Path, scratch: Path) -> None:
+    """The same metrics, and the same weights, moments and export to the bit."""
+    assert comparable(one) == comparable(other)
+    want, got = (read_checkpoint(run, scratch) for run in (one, other))
+    assert want.keys() == got.keys() and len(want) > 50
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key
+    for name in ("model.safetensors", "config.json"):
+        assert (one / "export" / name).read_bytes() == (other / "export" / name).read_bytes()

@@ -1,0 +1,176 @@
+"""Trainers that are killed, lose their launcher or their terminal."""
+
+import contextlib
+import fcntl
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from common.journal import read_metrics
+from tests.tiny_run import (
+    ENVIRONMENT,
+    TRAINER,
+    assert_same_run,
+    make_inputs,
+    make_target,
+    tokenize,
+    training_command,
+)
+
+TORCHRUN = (
+    "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+    "--signals-to-handle", "SIGTERM,SIGINT",
+)  # fmt: skip
+# forks trainers, whose imports alone would take most of their time: a line of flags in, out the
+# process id and, at its end, its wait status
+FORKING = """
+import os, shlex, sys
+import train_dflash_online
+from common import run
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        sys.argv[1:] = shlex.split(line)
+        run.exit_with(train_dflash_online.main, skip_teardown=True)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+class Trainers:
+    """Runs trainers one after the other."""
+
+    def __init__(self, log: Path):
+        self.log = log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log, text=True, env=ENVIRONMENT, cwd=Path(TRAINER).parent,
+        )  # fmt: skip
+
+    def start(self, command: list[str]) -> int:
+        self._process.stdin.write(shlex.join(command) + "\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def wait(self) -> int:
+        return self._line()
+
+    def _line(self) -> int:
+        while not (line := self._process.stdout.readline().strip()).isdigit():
+            assert self._process.poll() is None  # other lines are the trainer's table
+        return int(line)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self.log.close()
+
+
+@pytest.fixture
+def trainers(tmp_path):
+    trainers = Trainers(tmp_path / "log.txt")
+    yield trainers
+    trainers.close()
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_change_nothing(tmp_path, trainers, kills):
+    target = make_target(tmp_path / "target")
+    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+    flags = ("--save-every", "2", "--max-steps", str(3 * kills + 4), "--eval-every", "9")
+    trainers.start(training_command(data, target, tmp_path / "calm", *flags))
+    assert trainers.wait() == 0, (tmp_path / "log.txt").read_text()
+    chance = random.Random(0)
+    output = tmp_path / "killed"
+    command = training_command(data, target, output, *flags)
+    for number in range(kills):
+        process = trainers.start(command)
+        last = step_of(output) + chance.randint(1, 4)
+        while step_of(output) < min(last, 3 * kills + 3):
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.3)  # in a step, an evaluation, a checkpoint
+        os.kill(process, signal.SIGKILL)
+        status = trainers.wait()
+        assert status == signal.SIGKILL, (number, (tmp_path / "log.txt").read_text())
+    trainers.start(command)
+    assert trainers.wait() == 0, (tmp_path / "log.txt").read_text()
+    assert_same_run(tmp_path / "calm", output, tmp_path)
+
+
+def start_in_terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
+    """A process whose output is a terminal of its own, and the terminal's other end."""
+    master, terminal = os.openpty()
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(terminal)
+    return process, master
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_a_dropped_connection_ends_no_run(tmp_path, launcher):
+    target = make_target(tmp_path / "target")
+    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+    output = tmp_path / "run"
+    command = [sys.executable, *launcher, TRAINER, *training_command(data, target, output)]
+    if launcher:
+        command = ["nohup", *command]
+    process, terminal = start_in_terminal(command)
+    drained = threading.Thread(target=drain, args=(terminal,), daemon=True)
+    drained.start()
+    while step_of(output) < 5:
+        assert process.poll() is None
+        time.sleep(0.05)
+    dropped_at = step_of(output)
+    os.close(terminal)  # the kernel sends SIGHUP, and every later write fails
+    assert process.wait(timeout=120) == 0
+    assert step_of(output) > dropped_at and (output / "export/config.json").exists()
+    assert "Training" not in (output / "train.log").read_text()  # the table is for a terminal
+    assert f"step={step_of(output)}/" in (output / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_ends_its_workers(tmp_path):
+    target = make_target(tmp_path / "target")
+    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+    flags = training_command(data, target, tmp_path / "run", "--epochs", "1000")
+    with (tmp_path / "log.txt").open("w") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, *TORCHRUN, TRAINER, *flags], env=ENVIRONMENT, stdout=log, stderr=log
+        )
+        while step_of(tmp_path / "run") < 3:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        task = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        workers = [int(child) for child in task.read_text().split()]
+        launcher.kill()
+        launcher.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    log = (tmp_path / "log.txt").read_text()
+    assert "the launcher (torchrun) is gone" in log and "Traceback" not in log
+
+
+def drain(terminal: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def step_of(output: Path) -> int:
+    """The newest step of a run's metrics, which a resume cuts back to its checkpoint."""
+    metrics = read_metrics(output)
+    return metrics[-1]["step"] if metrics else 0
