@@ -12,6 +12,7 @@ record's sha256 and row count.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -211,6 +212,12 @@ class Shard:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @functools.cached_property
+    def first_pairs(self) -> np.ndarray:
+        """Of each row, where two supervised tokens first follow each other; -1: nowhere. (rows,)"""
+        found = [_first_pairs(batch["loss_mask"]) for batch in self._batches]
+        return np.concatenate([np.zeros(0, np.int64), *found])
+
     def input_ids(self, row: int) -> np.ndarray:
         """The token ids of a row, (T,) int32."""
         return self._values("input_ids", row).to_numpy()
@@ -224,6 +231,17 @@ class Shard:
         lists, local = self._batches[number][column], row - int(self._starts[number])
         start, end = lists.offsets[local].as_py(), lists.offsets[local + 1].as_py()
         return lists.values[start:end]
+
+
+def _first_pairs(masks: pa.ListArray) -> np.ndarray:
+    offsets = masks.offsets.to_numpy()
+    mask = masks.values.to_numpy(zero_copy_only=False)
+    pair = np.zeros(len(mask) + 1, bool)
+    pair[1:-1] = mask[:-1] & mask[1:]
+    pair[offsets] = False  # a row's first token follows none of its own
+    places = np.append(np.flatnonzero(pair) - 1, len(mask))
+    first = places[np.searchsorted(places, offsets[:-1])]
+    return np.where(first < offsets[1:], first - offsets[:-1], -1)
 
 
 class TokenizedDataset:
