@@ -35,6 +35,7 @@ from common import checkpoint, dist, run
 from common.batches import (
     PACK_MULTIPLE,
     Cursor,
+    ShardPacking,
     StepStream,
     held_out_packs,
 )
@@ -69,6 +70,7 @@ FREE_FLAGS = frozenset(
         "allow_change",
         "attention",
         "cache_dir",
+        "cache_gb",
         "data",
         "debug",
         "endpoint_url",
@@ -95,6 +97,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--data", required=True, help="stage 1's output: s3://... or a folder")
     add_store_arguments(group)
     group.add_argument("--cache-dir", type=Path, help="local copies of shards [OUTPUT/cache]")
+    # Twice the 902 k samples of the README's recipe: each shard is fetched once, not once an epoch.
+    group.add_argument(
+        "--cache-gb",
+        type=run.positive_float,
+        default=20.0,
+        help="of them to keep, besides those in use",
+    )
     group.add_argument(
         "--shard-timeout", type=run.positive_float, default=1800.0, help="seconds to wait for one"
     )
@@ -227,18 +236,17 @@ class Setup:
 
 
 def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
-    """Wait for the plan and shard 0; refuse rows that no pack can hold."""
-    dataset = TokenizedDataset(args.data, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url)
+    """Wait for the plan and shard 0; refuse data without a mask token."""
+    dataset = TokenizedDataset(
+        args.data,
+        cache_dir=args.cache_dir,
+        cache_bytes=int(args.cache_gb * 1e9),
+        endpoint_url=args.endpoint_url,
+    )
     waiting = Waiting(log, stop)
     plan = dataset.wait_for_plan(
         timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("plan.json")
     )
-    longest = plan.settings["max_length"]
-    if longest > args.pack_length:
-        raise run.UserError(
-            f"--pack-length {args.pack_length}: shorter than the rows in {args.data} (tokenized "
-            f"with --max-length {longest}); give --pack-length {_round_up(longest)} or more"
-        )
     if plan.settings["mask_token_id"] is None:
         raise run.UserError(
             f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
@@ -345,6 +353,13 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
         raise run.UserError(
             f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
             f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
+        )
+    longest = plan.settings["max_length"]
+    if longest > args.pack_length and isinstance(hidden_states, StoredHiddenStates):
+        raise run.UserError(
+            f"--pack-length {args.pack_length}: cuts rows of {args.data} (tokenized with "
+            f"--max-length {longest}), and {args.hidden_states} holds whole ones; give "
+            f"--pack-length {_round_up(longest)} or more"
         )
     if plan.settings["vocab_size"] > facts.vocab_size:
         raise run.UserError(
@@ -604,7 +619,8 @@ def train(
     if state.step == 0 and finished:
         raise run.UserError(
             f"nothing to train on: every row in {args.data} is held out (--eval-fraction "
-            f"{args.eval_fraction}), or there is none"
+            f"{args.eval_fraction}) or has no two generated tokens in a row in its first "
+            f"--pack-length {args.pack_length}, or there is none"
         )
     if state.step > 0 and (finished or state.saved != state.step):
         save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
@@ -679,6 +695,10 @@ def step_stream(setup: Setup, stop: StopRequest, log: Any) -> StepStream:
             on_wait=waiting.for_(f"shard {index}"),
         )
 
+    def on_shard(packing: ShardPacking) -> None:
+        if setup.world.is_main:
+            log.info(shard_line(packing))
+
     return StepStream(
         num_shards=dataset.num_shards,
         open_shard=open_shard,
@@ -689,7 +709,13 @@ def step_stream(setup: Setup, stop: StopRequest, log: Any) -> StepStream:
         pack_length=args.pack_length,
         global_batch=args.global_batch,
         eval_fraction=args.eval_fraction,
+        on_shard=on_shard,
     )
+
+
+def shard_line(packing: ShardPacking) -> str:
+    """One greppable line about a shard's rows."""
+    return run.format_fields({**vars(packing), "fill": f"{packing.fill:.1%}"})
 
 
 def step_line(entry: Mapping[str, Any], horizon: int) -> str:
