@@ -15,8 +15,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from common.run import UserError, format_bytes
 from common.store import LocalStore, Store
 
 LOCK, ARRIVAL = ".lock", ".fetch"
+POLL_S = 0.05
 ATTEMPTS = 2  # a file that is wrong twice is wrong in the store
 
 
@@ -61,21 +63,35 @@ class FileCache:
         self._folder, self._limit_bytes = folder, limit_bytes
         self._checked: set[tuple[object, ...]] = set()
 
-    def open(self, store: Store, record: Mapping[str, Any], *, name: str) -> HeldFile:
+    def open(
+        self,
+        store: Store,
+        record: Mapping[str, Any],
+        *,
+        name: str,
+        on_wait: Callable[[float], None] | None = None,
+    ) -> HeldFile:
         """The file of a commit record, fetched when it is missing or damaged.
 
-        Raises UserError when the store's is another file than the record says, or the disk is full.
+        `on_wait` is told for how many seconds another process has been at it. Raises UserError when
+        the store's is another file than the record says, or the disk is full.
         """
-        held = self._find(store, record, name, ahead=False)
+        held = self._find(store, record, name, ahead=False, on_wait=on_wait)
         assert held is not None
         return held
 
     def fetch_ahead(self, store: Store, record: Mapping[str, Any], *, name: str) -> None:
         """Fetch a file that will be needed, if it fits beside what is being read."""
-        self._find(store, record, name, ahead=True)
+        self._find(store, record, name, ahead=True, on_wait=None)
 
     def _find(
-        self, store: Store, record: Mapping[str, Any], name: str, *, ahead: bool
+        self,
+        store: Store,
+        record: Mapping[str, Any],
+        name: str,
+        *,
+        ahead: bool,
+        on_wait: Callable[[float], None] | None,
     ) -> HeldFile | None:
         if isinstance(store, LocalStore):
             path = Path(store.uri) / record["file"]
@@ -85,8 +101,7 @@ class FileCache:
         path = self._folder / name / record["file"]
         with self._told(record):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(_beside(path, LOCK)):
-                os.utime(_beside(path, LOCK))
+            with _locked(_beside(path, LOCK), on_wait):
                 if held := self._hold(path, record):
                     return held
                 for _ in range(ATTEMPTS):
@@ -130,7 +145,7 @@ class FileCache:
 
     def _make_room(self, path: Path, size: int, *, ahead: bool) -> bool:
         """Take `size` bytes for a file, whose lock is held; False when it may come later."""
-        with _locked(self._folder / LOCK):
+        with _locked(self._folder / LOCK, None):
             shutil.rmtree(_beside(path, ARRIVAL), ignore_errors=True)
             path.unlink(missing_ok=True)  # damaged
             content = self._content()
@@ -197,10 +212,19 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, on_wait: Callable[[float], None] | None) -> Iterator[None]:
     """Wait for a file's lock and hold it."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    began = time.monotonic()
+    path.touch()
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(file_lock(path))
+                break
+            except BlockingIOError:
+                if on_wait is not None:
+                    on_wait(time.monotonic() - began)
+                time.sleep(POLL_S)
         yield
 
 

@@ -317,7 +317,7 @@ class TokenizedDataset:
         )  # fmt: skip
         if index == 0:
             self._check_limit(record)
-        file = self._cache.open(self._store, record, name=self._name)
+        file = self._cache.open(self._store, record, name=self._name, on_wait=on_wait)
         return self._shards.setdefault(index, Shard(index, file, record))
 
     def prefetch(self, index: int) -> None:

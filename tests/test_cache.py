@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +103,29 @@ def test_one_download_for_all_processes(files, store, moto, tmp_path):
         assert [reader.communicate(timeout=60)[0] for reader in readers] == ["True\n"] * 3
     assert len(gets_of(log, "file-0")) == 3, "three parts, each once"
     assert names_in(tmp_path / "c") == {"file-0"}
+
+
+def test_waiting_for_another_process_is_told_and_can_be_ended(files, store, moto, tmp_path):
+    uri, records = files
+    waits = []
+
+    def on_wait(waited_s):
+        waits.append(waited_s)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    cache = FileCache(tmp_path / "c", limit_bytes=None)
+    with faulty(moto, share=0, bytes_per_s=100_000) as endpoint_url:
+        reader = reading(files, tmp_path / "c", records[:1], endpoint_url=endpoint_url)
+        wait_until(lambda: tmp_path.glob("c/*/*.fetch"))
+        with pytest.raises(KeyboardInterrupt):
+            cache.open(store, records[0], name=NAME, on_wait=on_wait)
+        assert waits == sorted(waits) and waits[2] < 1
+        reader.send_signal(signal.SIGSTOP)  # it holds its lock, and only that file's
+        assert_whole(cache.open(store, records[1], name=NAME), records[1])
+        reader.kill()
+        reader.communicate()
+    assert_whole(cache.open(store, records[0], name=NAME), records[0])
 
 
 def test_a_killed_download_leaves_nothing(files, store, moto, tmp_path):
