@@ -171,6 +171,8 @@ def test_long_rows_are_cut_and_rows_without_an_anchor_skipped_and_both_counted()
             mine = pack.documents == number
             assert legal.numpy()[mine].any() and mine.sum() == len(tokens) <= 256
             np.testing.assert_array_equal(pack.input_ids[mine], tokens)
+            whole = shard.loss_mask(int(tokens[0]))
+            np.testing.assert_array_equal(pack.loss_mask[mine], whole[: len(tokens)])
 
 
 def test_a_resumed_shard_is_told_of_again():
