@@ -2,8 +2,9 @@
 
 A checkpoint is the folder checkpoints/step-00001000: torch.distributed.checkpoint's files (float32
 weights and optimizer, one part a rank, loadable on another number of ranks) and trainer.json (step,
-data cursor, horizon, settings). It is written under a name that starts with a dot and renamed when
-whole, so a folder with the real name is a whole one. checkpoints/latest holds the newest name.
+data cursor, horizon, health, settings). It is written under a name that starts with a dot and
+renamed when whole, so a folder with the real name is a whole one. checkpoints/latest holds the
+newest name.
 
 The export is config.json and model.safetensors with the bare names of z-lab's drafters.
 """
@@ -30,7 +31,7 @@ from common.drafter import DrafterConfig
 from common.run import UserError, json_bytes, write_atomic
 
 STATE_FILE = "trainer.json"
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 def save(

@@ -10,6 +10,7 @@ from torch.nn.functional import embedding
 
 from common.batches import PackedRows, seeded_generator
 from common.blocks import (
+    PADDING,
     Blocks,
     Pack,
     decay_weights,
@@ -21,6 +22,7 @@ from common.blocks import (
 from common.dist import World
 from common.drafter import DrafterConfig
 from common.feed import ReadyStep
+from common.guards import tap_figures
 from common.loss import weighted_loss
 from common.target import Taps
 
@@ -153,13 +155,15 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class StepSums:
-    """Figures of one step over all ranks; the loss is per unit of weight."""
+    """Figures of one step over all ranks; the loss is per unit of weight, tap_figures (3, L)."""
 
     loss: float
     correct: float
     supervised: float
     tokens: int
+    loss_tokens: int
     anchors: int
+    tap_figures: torch.Tensor
 
 
 def accumulate_gradients(
@@ -176,18 +180,23 @@ def accumulate_gradients(
     The weighted sums of all micro-batches and ranks are divided by the global sum of weights, known
     before the first forward, so the update does not depend on how the global batch is split.
     """
-    total_weight, tokens, anchors = world.sum(
+    total_weight, tokens, loss_tokens, anchors = world.sum(
         [
             float(sum(batch.weights.sum() for batch in batches)),
             sum(pack.num_tokens for batch in batches for pack in batch.packs),
+            float(sum(batch.pack.loss_mask.sum() for batch in batches)),
             float(sum(batch.blocks.keep.sum() for batch in batches)),
         ]
     )
+    num_layers = len(config.target_layer_ids)
     sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64)
+    figures = torch.zeros(3, num_layers, dtype=torch.float64)
     for index, batch in enumerate(batches):
         drafter.set_requires_gradient_sync(index == len(batches) - 1)
         states = [taps.hidden for taps in batch.taps]
         taps = padded_taps(batch.packs, states, ends.embedding)
+        real = batch.pack.documents != PADDING
+        figures += tap_figures(taps, real, num_layers=num_layers).cpu()
         output = draft_blocks(
             drafter,
             config,
@@ -203,10 +212,13 @@ def accumulate_gradients(
         (loss.loss / max(total_weight, 1e-12)).backward()
         sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
     loss_sum, *counts = world.sum(sums.tolist())
+    summed = world.sum(figures.flatten().tolist())
     return StepSums(
         loss=loss_sum / max(total_weight, 1e-12),
         correct=sum(counts[: config.block_size]),
         supervised=sum(counts[config.block_size :]),
         tokens=int(tokens),
+        loss_tokens=int(loss_tokens),
         anchors=int(anchors),
+        tap_figures=torch.tensor(summed, dtype=torch.float64).view_as(figures),
     )

@@ -1,11 +1,13 @@
 """What a training run tells: metrics.jsonl, tensorboard/ and curves.png in the run folder.
 
 metrics.jsonl holds one JSON object a line: every step (step, loss, slot_accuracy, grad_norm,
-learning_rate, tokens, anchors, time, *_s, *_per_s) and every evaluation (step, eval_loss,
+learning_rate, tokens, loss_tokens, anchors, skipped_steps, time, *_s, *_per_s; loss and grad_norm
+are null where the step was skipped) and every evaluation (step, eval_loss,
 eval_acceptance_length, eval_walked_acceptance_length, eval_slot_accuracy, eval_rows, time). Keys
 that end in _s or _per_s and `time` are the only ones that differ between equal runs.
 """
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +19,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from torch.utils.tensorboard import SummaryWriter
 
-from common.run import utc_now, write_atomic
+from common.run import UserError, utc_now, write_atomic
 
+REPORTERS = ("wandb", "trackio")
 METRICS_FILE = "metrics.jsonl"
 
 
@@ -29,8 +32,11 @@ class Journal:
     evaluation at that step, which is made again.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def __init__(
+        self, folder: Path, *, resume_step: int, report_to: str, settings: Mapping[str, Any]
+    ) -> None:
         self._folder = folder
+        self._reporter = open_reporter(report_to, folder, settings)
         self._path = folder / METRICS_FILE
         kept = [
             entry
@@ -38,6 +44,8 @@ class Journal:
             if entry["step"] < resume_step or (entry["step"] == resume_step and "loss" in entry)
         ]
         write_atomic(self._path, b"".join(_line(entry) for entry in kept))
+        walked = [e["eval_walked_acceptance_length"] for e in kept if "eval_loss" in e]
+        self.acceptance_length = walked[-1] if walked else 1.0  # the last one measured, walked
         self._file = self._path.open("ab")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
@@ -46,9 +54,16 @@ class Journal:
         entry = {**entry, "time": utc_now()}
         self._file.write(_line(entry))
         self._file.flush()
-        for key, value in entry.items():
-            if isinstance(value, (int, float)) and key != "step":
-                self._board.add_scalar(key, value, entry["step"])
+        self.acceptance_length = entry.get("eval_walked_acceptance_length", self.acceptance_length)
+        scalars = {
+            key: value
+            for key, value in entry.items()
+            if isinstance(value, (int, float)) and key != "step"
+        }
+        for key, value in scalars.items():
+            self._board.add_scalar(key, value, entry["step"])
+        if self._reporter is not None:
+            self._reporter.log(scalars, step=entry["step"])
 
     def draw_curves(self) -> None:
         """Write curves.png anew from all metrics so far."""
@@ -57,6 +72,24 @@ class Journal:
     def close(self) -> None:
         self._file.close()
         self._board.close()
+        if self._reporter is not None:
+            self._reporter.finish()
+
+
+def open_reporter(name: str, folder: Path, settings: Mapping[str, Any]) -> Any:
+    """wandb or trackio, which take the same calls; None for "none".
+
+    A resumed run goes on under its name. Raises UserError when the package is not installed.
+    """
+    if name == "none":
+        return None
+    try:
+        package = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"--report-to {name}: pip install {name} first ({error})") from error
+    own = {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
+    package.init(project="dflash", name=folder.name, config=dict(settings), resume="allow", **own)
+    return package
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import train_dflash_online as trainer
-from common import dist
+from common import dist, setup
 from common.batches import PackedRows
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.feed import ReadyStep, ask
@@ -52,9 +52,9 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         flags += ["--block-size", "8", "--sliding-window", "16", "--pack-length", "128"]
         args = trainer.parse_args(flags)
         args.layers = LAYERS
-        config = trainer.drafter_config(args, mask_token_id=100)
+        config = setup.drafter_config(args, mask_token_id=100)
         ends = TargetEnds(target.embedding, target.head)
-        drafter, _ = trainer.build_drafter(config, args, world)
+        drafter, _ = setup.build_drafter(config, args, world)
         generator = np.random.default_rng(0)
         packs = [make_pack(lengths, generator) for lengths in LENGTHS]
         share = len(packs) // world.size

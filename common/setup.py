@@ -1,0 +1,306 @@
+"""What a training run stands on: data, hidden states, the drafter's shape; all checked together."""
+
+import argparse
+import contextlib
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common import dist, run
+from common.batches import PACK_MULTIPLE
+from common.cache import file_sha256
+from common.client import ServedHiddenStates
+from common.drafter import Drafter, DrafterConfig
+from common.drafting import TargetEnds
+from common.lifetime import StopRequest, Waiting
+from common.plan import Plan
+from common.shards import TokenizedDataset
+from common.stored import StoredHiddenStates
+from common.target import Target, default_target_layers, read_embedding_and_head, target_facts
+from common.wire import ColocatedHiddenStates, Description, HiddenStates, read_secret
+
+ADAM_BETAS = (0.9, 0.95)
+SHARD_POLL_S = 1.0
+WEIGHTS_FILE = "model.safetensors"
+ADDRESS = r"(grpc(\+tls|\+tcp)?://)?[^/,]+:\d+"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that stays the same over the run."""
+
+    args: argparse.Namespace
+    world: dist.World
+    dataset: TokenizedDataset
+    hidden_states: HiddenStates
+    ends: TargetEnds
+    config: DrafterConfig
+    num_anchors: int
+    settings: dict[str, Any]
+
+
+def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
+    """Wait for the plan and shard 0; refuse data without a mask token."""
+    dataset = TokenizedDataset(
+        args.data,
+        cache_dir=args.cache_dir,
+        cache_bytes=int(args.cache_gb * 1e9),
+        endpoint_url=args.endpoint_url,
+    )
+    waiting = Waiting(log, stop)
+    plan = dataset.wait_for_plan(
+        timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("plan.json")
+    )
+    if plan.settings["mask_token_id"] is None:
+        raise run.UserError(
+            f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
+        )
+    dataset.wait_for_shard(
+        0, timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("shard 0")
+    )
+    return dataset
+
+
+def _round_up(length: int) -> int:
+    return -(-length // PACK_MULTIPLE) * PACK_MULTIPLE
+
+
+def open_hidden_states(
+    args: argparse.Namespace, device: torch.device, log: Any, stop: StopRequest
+) -> HiddenStates:
+    """Connect to the servers, open the files, or load the target beside the drafter."""
+    if args.hidden_states == "colocated":
+        target = Target.load(
+            args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
+        )
+        return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
+    if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*", args.hidden_states):
+        return StoredHiddenStates(
+            args.hidden_states, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url
+        )
+    return ServedHiddenStates(
+        args.hidden_states.split(","),
+        token=read_secret(args.token_file),
+        tls_root_certs=read_secret(args.tls_root_certs),
+        connect_timeout_s=args.server_timeout,
+        on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
+    )
+
+
+def read_draft_config(path: Path) -> DrafterConfig:
+    try:
+        return DrafterConfig.from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise run.UserError(f"--draft-config {path}: {error}") from error
+
+
+def given_config(args: argparse.Namespace) -> tuple[str, DrafterConfig] | None:
+    """The drafter's shape where a file says it, --draft-config or --init-from, and which."""
+    if args.draft_config is not None:
+        return f"--draft-config {args.draft_config}", read_draft_config(args.draft_config)
+    if args.init_from is not None:
+        return f"--init-from {args.init_from}", read_draft_config(args.init_from / "config.json")
+    return None
+
+
+def settle_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """The tapped layers: --layers, else those of a given config, else evenly spread ones."""
+    if args.layers is not None:
+        return args.layers
+    given = given_config(args)
+    if given is not None:
+        return given[1].target_layer_ids
+    return default_target_layers(target_facts(args.target).num_layers)
+
+
+def drafter_config(args: argparse.Namespace, mask_token_id: int) -> DrafterConfig:
+    """The drafter's shape: from a given config, or from the target's and the flags."""
+    facts = target_facts(args.target)
+    given = given_config(args)
+    if given is not None:
+        flag, config = given
+        expected = {
+            "hidden_size": (config.hidden_size, facts.hidden_size),
+            "vocab_size": (config.vocab_size, facts.vocab_size),
+            "num_target_layers": (config.num_target_layers, facts.num_layers),
+            "target_layer_ids": (config.target_layer_ids, tuple(args.layers)),
+            "mask_token_id": (config.mask_token_id, mask_token_id),
+        }
+        differing = [
+            f"{name} is {got}, not {want}" for name, (got, want) in expected.items() if got != want
+        ]
+        if differing:
+            raise run.UserError(
+                f"{flag}: made for another target, data or --layers: {'; '.join(differing)}"
+            )
+        return config
+    return DrafterConfig.for_target(
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        vocab_size=facts.vocab_size,
+        num_target_layers=facts.num_layers,
+        rms_norm_eps=facts.rms_norm_eps,
+        rope_theta=facts.rope_theta,
+        max_position_embeddings=facts.max_position_embeddings,
+        eos_token_id=facts.eos_token_id,
+        target_layer_ids=args.layers,
+        num_layers=args.draft_layers,
+        block_size=args.block_size,
+        mask_token_id=mask_token_id,
+        sliding_window=args.sliding_window,
+    )
+
+
+def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Plan) -> None:
+    """Refuse hidden states or data that were made for another target than --target."""
+    facts, have = target_facts(args.target), hidden_states.description
+    expected = {
+        "layers": (tuple(args.layers), tuple(have.layers)),
+        "hidden_size": (facts.hidden_size, have.hidden_size),
+        "vocab_size": (facts.vocab_size, have.vocab_size),
+    }
+    for name, (want, got) in expected.items():
+        if want != got:
+            raise run.UserError(
+                f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
+                "start the server with the same --target and --layers"
+            )
+    if have.max_tokens_per_request < args.pack_length:
+        raise run.UserError(
+            f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
+            f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
+        )
+    longest = plan.settings["max_length"]
+    if longest > args.pack_length and isinstance(hidden_states, StoredHiddenStates):
+        raise run.UserError(
+            f"--pack-length {args.pack_length}: cuts rows of {args.data} (tokenized with "
+            f"--max-length {longest}), and {args.hidden_states} holds whole ones; give "
+            f"--pack-length {_round_up(longest)} or more"
+        )
+    tokenizer = Path(args.target) / "tokenizer.json"
+    if tokenizer.exists() and file_sha256(tokenizer) != plan.tokenizer_sha256:
+        raise run.UserError(
+            f"{args.data} was tokenized with another tokenizer.json than the one in {args.target}: "
+            "run tokenize_completions.py with --tokenizer and that folder"
+        )
+    if plan.settings["vocab_size"] > facts.vocab_size:
+        raise run.UserError(
+            f"{args.data} uses ids up to {plan.settings['vocab_size'] - 1}, "
+            f"but {args.target} has {facts.vocab_size}: it was tokenized for another target"
+        )
+
+
+def run_settings(
+    args: argparse.Namespace,
+    have: Description,
+    config: DrafterConfig,
+    plan: Plan,
+    *,
+    free_flags: Collection[str],
+) -> dict[str, Any]:
+    """What decides the weights: compared on a resume, kept in every checkpoint."""
+    chosen = {key: value for key, value in vars(args).items() if key not in free_flags}
+    chosen["draft_config"] = config.to_json()
+    chosen["plan_sha256"] = plan.sha256
+    if args.init_from is not None:
+        chosen["init_from"] = file_sha256(args.init_from / WEIGHTS_FILE)
+    chosen["weights_fingerprint"] = have.weights_fingerprint
+    return json.loads(run.json_bytes(chosen))
+
+
+def load_weights(drafter: nn.Module, folder: Path) -> None:
+    """Take the weights of a published drafter. Raises UserError that lists what differs."""
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise run.UserError(f"--init-from {folder}: {WEIGHTS_FILE}: {error}") from error
+    own = drafter.state_dict()
+    differing = [f"{name} is missing" for name in sorted(own.keys() - tensors.keys())]
+    differing += [f"{name} is unknown" for name in sorted(tensors.keys() - own.keys())]
+    differing += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & tensors.keys())
+        if own[name].shape != tensors[name].shape
+    ]
+    if differing:
+        raise run.UserError(f"--init-from {folder}: {'; '.join(differing)}")
+    drafter.load_state_dict(tensors)
+
+
+def build_drafter(
+    config: DrafterConfig, args: argparse.Namespace, world: dist.World
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The drafter with fresh float32 weights, sharded over all ranks, and its AdamW."""
+    drafter = Drafter(config)
+    drafter.reset_parameters(seed=args.seed)
+    if args.init_from is not None:
+        load_weights(drafter, args.init_from)
+    drafter.to(world.device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
+    )
+    for module in (*drafter.layers, drafter):
+        fully_shard(module, mesh=world.mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)  # gradients add up over ranks, as the loss does
+        module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(
+        drafter.parameters(),
+        lr=args.learning_rate,
+        betas=ADAM_BETAS,
+        weight_decay=0.0,
+        fused=world.device.type == "cuda",
+    )
+    return drafter, optimizer
+
+
+def prepare(
+    args: argparse.Namespace,
+    world: dist.World,
+    log: Any,
+    stop: StopRequest,
+    closing: contextlib.ExitStack,
+    *,
+    free_flags: Collection[str],
+) -> Setup:
+    """Open the data and the hidden states, check that they belong together, settle the shape.
+
+    `free_flags` are those that a resumed run may change.
+    """
+    if args.global_batch % (world.size * args.micro_batch):
+        raise run.UsageError(
+            f"--global-batch {args.global_batch}: must be a multiple of {world.size} ranks x "
+            f"--micro-batch {args.micro_batch}"
+        )
+    args.layers = settle_layers(args)
+    dataset = open_dataset(args, log, stop)
+    config = drafter_config(args, dataset.plan.settings["mask_token_id"])
+    hidden_states = open_hidden_states(args, world.device, log, stop)
+    closing.callback(hidden_states.close)
+    check_parts(args, hidden_states, dataset.plan)
+    if isinstance(hidden_states, ColocatedHiddenStates):
+        target = hidden_states.target
+        ends = TargetEnds(target.embedding, target.head)
+    else:
+        dtype = getattr(torch, args.dtype)
+        ends = TargetEnds(*read_embedding_and_head(args.target, dtype=dtype, device=world.device))
+    return Setup(
+        args=args,
+        world=world,
+        dataset=dataset,
+        hidden_states=hidden_states,
+        ends=ends,
+        config=config,
+        num_anchors=int(args.anchor_ratio * args.pack_length),
+        settings=run_settings(
+            args, hidden_states.description, config, dataset.plan, free_flags=free_flags
+        ),
+    )
