@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from common import checkpoint, dist, run
-from common.batches import PACK_MULTIPLE, Cursor, StepStream
+from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
 from common.feed import ReadyStep, StepFeed
 from common.guards import Guards
 from common.journal import REPORTERS, Journal
@@ -38,7 +38,7 @@ from common.setup import SHARD_POLL_S, Setup, build_drafter, prepare
 from common.shards import Shard
 from common.status import Status, print_status
 from common.store import add_store_arguments
-from common.telling import StepProgress, print_dry_run, print_summary
+from common.telling import StepProgress, print_dry_run, print_summary, shard_line
 from common.training import (
     RunState,
     Training,
@@ -56,6 +56,7 @@ FREE_FLAGS = frozenset(
         "allow_change",
         "attention",
         "cache_dir",
+        "cache_gb",
         "data",
         "debug",
         "dry_run",
@@ -85,6 +86,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--data", help="stage 1's output: s3://... or a folder")
     add_store_arguments(group)
     group.add_argument("--cache-dir", type=Path, help="local copies of shards [OUTPUT/cache]")
+    # Twice the 902 k samples of the README's recipe: each shard is fetched once, not once an epoch.
+    group.add_argument(
+        "--cache-gb",
+        type=run.positive_float,
+        default=20.0,
+        help="of them to keep, besides those in use",
+    )
     group.add_argument(
         "--shard-timeout", type=run.positive_float, default=1800.0, help="seconds to wait for one"
     )
@@ -234,7 +242,8 @@ def train(training: Training) -> bool:
     if state.step == 0 and finished:
         raise run.UserError(
             f"nothing to train on: every row in {args.data} is held out (--eval-fraction "
-            f"{args.eval_fraction}), or there is none"
+            f"{args.eval_fraction}) or has no two generated tokens in a row in its first "
+            f"--pack-length {args.pack_length}, or there is none"
         )
     if state.step > 0 and (finished or state.saved != state.step):
         save_checkpoint(training, finished=finished)
@@ -295,6 +304,10 @@ def open_feed(training: Training) -> StepFeed:
             on_wait=waiting.for_(f"shard {index}"),
         )
 
+    def on_shard(packing: ShardPacking) -> None:
+        if training.world.is_main:
+            training.log.info(shard_line(packing))
+
     stream = StepStream(
         num_shards=dataset.num_shards,
         open_shard=open_shard,
@@ -305,6 +318,7 @@ def open_feed(training: Training) -> StepFeed:
         pack_length=args.pack_length,
         global_batch=args.global_batch,
         eval_fraction=args.eval_fraction,
+        on_shard=on_shard,
     )
     return StepFeed(
         stream.steps(training.state.cursor),

@@ -17,12 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import dist, run
 from common.batches import PACK_MULTIPLE
+from common.cache import file_sha256
 from common.client import ServedHiddenStates
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
 from common.plan import Plan
-from common.shards import TokenizedDataset, file_sha256
+from common.shards import TokenizedDataset
 from common.stored import StoredHiddenStates
 from common.target import Target, default_target_layers, read_embedding_and_head, target_facts
 from common.wire import ColocatedHiddenStates, Description, HiddenStates, read_secret
@@ -48,18 +49,17 @@ class Setup:
 
 
 def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
-    """Wait for the plan and shard 0; refuse rows that no pack can hold."""
-    dataset = TokenizedDataset(args.data, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url)
+    """Wait for the plan and shard 0; refuse data without a mask token."""
+    dataset = TokenizedDataset(
+        args.data,
+        cache_dir=args.cache_dir,
+        cache_bytes=int(args.cache_gb * 1e9),
+        endpoint_url=args.endpoint_url,
+    )
     waiting = Waiting(log, stop)
     plan = dataset.wait_for_plan(
         timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("plan.json")
     )
-    longest = plan.settings["max_length"]
-    if longest > args.pack_length:
-        raise run.UserError(
-            f"--pack-length {args.pack_length}: shorter than the rows in {args.data} (tokenized "
-            f"with --max-length {longest}); give --pack-length {_round_up(longest)} or more"
-        )
     if plan.settings["mask_token_id"] is None:
         raise run.UserError(
             f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
@@ -178,6 +178,13 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
         raise run.UserError(
             f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
             f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
+        )
+    longest = plan.settings["max_length"]
+    if longest > args.pack_length and isinstance(hidden_states, StoredHiddenStates):
+        raise run.UserError(
+            f"--pack-length {args.pack_length}: cuts rows of {args.data} (tokenized with "
+            f"--max-length {longest}), and {args.hidden_states} holds whole ones; give "
+            f"--pack-length {_round_up(longest)} or more"
         )
     tokenizer = Path(args.target) / "tokenizer.json"
     if tokenizer.exists() and file_sha256(tokenizer) != plan.tokenizer_sha256:

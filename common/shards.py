@@ -11,12 +11,14 @@ bytes. An IPC stream cut at a batch boundary reads as a shorter valid one, so re
 record's sha256 and row count.
 """
 
-import fcntl
+import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from common.cache import FileCache, HeldFile, file_sha256
 from common.plan import PLAN_FILE, Plan
 from common.run import UserError, json_bytes
 from common.store import LocalStore, Store, open_store, read_if_there
@@ -166,11 +169,6 @@ class ShardWriter:
         self._pending, self._pending_rows, self._pending_tokens = [], 0, 0
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def closing_files(records: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """dataset_info.json and state.json, which make the folder one that load_from_disk opens."""
     fingerprint = hashlib.sha256("".join(r["sha256"] for r in records).encode()).hexdigest()[:16]
@@ -200,19 +198,25 @@ def closing_files(records: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
 class Shard:
     """The rows of one committed shard, memory-mapped; batches are never joined."""
 
-    def __init__(self, index: int, path: Path, record: Mapping[str, Any]) -> None:
-        self.index, self.record = index, record
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+    def __init__(self, index: int, file: HeldFile, record: Mapping[str, Any]) -> None:
+        self.index, self.record, self._file = index, record, file
+        with pa.memory_map(str(file.path)) as source, pa.ipc.open_stream(source) as stream:
             self._batches = list(stream)
         self._starts = np.cumsum([0, *[batch.num_rows for batch in self._batches]])
         self.ids: list[str] = [i for batch in self._batches for i in batch["id"].to_pylist()]
         counts = [np.diff(batch["input_ids"].offsets.to_numpy()) for batch in self._batches]
         self.lengths = np.concatenate([np.zeros(0, np.int32), *counts])  # (rows,), tokens
         if len(self.ids) != record["rows"]:
-            raise UserError(f"{path}: {len(self.ids)} rows, its record says {record['rows']}")
+            raise UserError(f"{file.path}: {len(self.ids)} rows, its record says {record['rows']}")
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @functools.cached_property
+    def first_pairs(self) -> np.ndarray:
+        """Of each row, where two supervised tokens first follow each other; -1: nowhere. (rows,)"""
+        found = [_first_pairs(batch["loss_mask"]) for batch in self._batches]
+        return np.concatenate([np.zeros(0, np.int64), *found])
 
     def input_ids(self, row: int) -> np.ndarray:
         """The token ids of a row, (T,) int32."""
@@ -229,17 +233,37 @@ class Shard:
         return lists.values[start:end]
 
 
+def _first_pairs(masks: pa.ListArray) -> np.ndarray:
+    offsets = masks.offsets.to_numpy()
+    mask = masks.values.to_numpy(zero_copy_only=False)
+    pair = np.zeros(len(mask) + 1, bool)
+    pair[1:-1] = mask[:-1] & mask[1:]
+    pair[offsets] = False  # a row's first token follows none of its own
+    places = np.append(np.flatnonzero(pair) - 1, len(mask))
+    first = places[np.searchsorted(places, offsets[:-1])]
+    return np.where(first < offsets[1:], first - offsets[:-1], -1)
+
+
 class TokenizedDataset:
     """Stage 1's output while it is still being written: waits for the plan and for shards.
 
-    Shards of an s3:// dataset are copied to `cache_dir` and checked; a local one is read in place.
+    Shards of an s3:// dataset are copied to `cache_dir` (common/cache.py), which keeps about
+    `cache_bytes` of them; a local one is read in place. A shard is open as long as its user has it.
     """
 
-    def __init__(self, uri: str, *, cache_dir: Path, endpoint_url: str | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        cache_dir: Path,
+        cache_bytes: int | None = None,
+        endpoint_url: str | None = None,
+    ) -> None:
         self._store: Store = open_store(uri, endpoint_url=endpoint_url)
-        self._cache_dir = cache_dir
-        self._shards: dict[int, Shard] = {}
-        self._lock = threading.Lock()
+        self._cache = FileCache(cache_dir / "shards", limit_bytes=cache_bytes)
+        self._cache_bytes = cache_bytes
+        self._records: dict[int, dict[str, Any]] = {}
+        self._shards: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()
 
     def wait_for_plan(
         self,
@@ -262,6 +286,8 @@ class TokenizedDataset:
 
     def record(self, index: int) -> dict[str, Any] | None:
         """A shard's commit record; None while it has none. Raises UserError for another plan's."""
+        if index in self._records:
+            return self._records[index]
         data = self._read(record_key(index))
         if data is None:
             return None
@@ -271,6 +297,7 @@ class TokenizedDataset:
                 f"{self._store.uri}: {record_key(index)} belongs to another plan; the dataset was "
                 "replaced under this run"
             )
+        self._records[index] = record
         return record
 
     def wait_for_shard(
@@ -282,59 +309,48 @@ class TokenizedDataset:
         on_wait: Callable[[float], None] | None = None,
     ) -> Shard:
         """A committed shard, checked against its record. Raises UserError after `timeout_s`."""
-        if index in self._shards:
-            return self._shards[index]
+        if (shard := self._shards.get(index)) is not None:
+            return shard
         record = _wait(
             lambda: self.record(index), f"{self._store.uri}: {shard_name(index)}", timeout_s,
             poll_s, on_wait,
         )  # fmt: skip
-        return self._open(index, record)
+        if index == 0:
+            self._check_limit(record)
+        file = self._cache.open(self._store, record, name=self._name, on_wait=on_wait)
+        return self._shards.setdefault(index, Shard(index, file, record))
 
     def prefetch(self, index: int) -> None:
-        """Fetch a shard in the background, when it is committed already."""
+        """Fetch and check a shard's file in the background, when it is committed already."""
         threading.Thread(target=self._prefetch, args=(index,), daemon=True).start()
 
     def _prefetch(self, index: int) -> None:
-        try:
+        # Whoever needs the shard meets the failure again, and reports it.
+        with contextlib.suppress(UserError):
             record = self.record(index)
             if record is not None:
-                self._open(index, record)
-        except UserError:
-            return  # whoever needs the shard meets the failure again, and reports it
+                self._cache.fetch_ahead(self._store, record, name=self._name)
 
-    def _open(self, index: int, record: Mapping[str, Any]) -> Shard:
-        with self._lock:
-            if index not in self._shards:
-                self._shards[index] = Shard(index, self._local_file(index, record), record)
-            return self._shards[index]
+    @property
+    def _name(self) -> str:
+        return self.plan.sha256[:16]
 
-    def _local_file(self, index: int, record: Mapping[str, Any]) -> Path:
-        return checked_file(self._store, record, self._cache_dir / self.plan.sha256[:16])
+    def _check_limit(self, first: Mapping[str, Any]) -> None:
+        """Refuse a cache for less than two shards, going by the bytes of the first one."""
+        planned = [self.plan.shard_bytes(index) for index in range(self.num_shards)]
+        if self._cache_bytes is None or isinstance(self._store, LocalStore) or not planned[0]:
+            return
+        largest = max(planned) * first["bytes"] / planned[0]
+        needed = largest * min(2, self.num_shards)
+        if needed > self._cache_bytes:
+            raise UserError(
+                f"--cache-gb {self._cache_bytes / 1e9:g}: a shard of {self._store.uri} has about "
+                f"{largest / 1e9:.2g} GB, and two must fit, one in use and the next one; give "
+                f"--cache-gb {1.1 * needed / 1e9:.2g} or more"
+            )
 
     def _read(self, key: str) -> bytes | None:
         return read_if_there(self._store, key)
-
-
-def checked_file(store: Store, record: Mapping[str, Any], cache_dir: Path) -> Path:
-    """The file of a commit record, as its sha256 says: read in place, or copied to `cache_dir`.
-
-    One process a machine copies it, others wait. Raises UserError when it is another file.
-    """
-    if isinstance(store, LocalStore):
-        path = Path(store.uri) / record["file"]
-        if not path.exists() or file_sha256(path) != record["sha256"]:
-            raise UserError(f"{path} is not what its record says: write it again")
-        return path
-    path = cache_dir / record["file"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for attempt in range(3):
-            if path.exists() and file_sha256(path) == record["sha256"]:
-                return path
-            if attempt < 2:
-                store.download(record["file"], path)
-    raise UserError(f"{store.uri}: {record['file']} is not what its record says")
 
 
 def _wait(

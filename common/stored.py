@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from common.cache import FileCache, HeldFile
 from common.run import UserError, json_bytes
-from common.shards import checked_file
 from common.store import Store, open_store, read_if_there
 from common.target import Taps
 from common.wire import Description
@@ -84,6 +84,8 @@ class StoredHiddenStates:
         self.description = dataclasses.replace(plan.description, max_tokens_per_request=ANY_NUMBER)
         self._places: dict[bytes, tuple[int, int, int]] = {}
         self._files: list[Any] = []
+        self._held: list[HeldFile] = []
+        cache = FileCache(cache_dir / "hidden", limit_bytes=None)  # a run needs all of them
         found = 0
         while found < plan.num_rows:
             record = read_record(self._store, len(self._files))
@@ -92,8 +94,8 @@ class StoredHiddenStates:
                     f"{uri}: only {found:,} of {plan.num_rows:,} rows are written; run "
                     "extract_hidden_online.py again"
                 )
-            path = checked_file(self._store, record, cache_dir / plan.sha256[:16])
-            self._note_rows(safe_open(path, framework="pt"))
+            self._held.append(cache.open(self._store, record, name=plan.sha256[:16]))
+            self._note_rows(safe_open(self._held[-1].path, framework="pt"))
             found += record["rows"]
 
     def _note_rows(self, file: Any) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from common.cache import file_sha256
 from common.run import UserError, format_bytes, json_bytes
-from common.shards import TokenizedDataset, file_sha256
+from common.shards import TokenizedDataset
 from common.store import Store, read_if_there
 from common.stored import PLAN_FILE, VERSION, StoredPlan, read_record, record_key, row_key
 from common.target import Taps

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common import run
+from common.batches import ShardPacking
 from common.feed import StepFeed
 from common.lifetime import Stopped
 from common.memory import Memory
@@ -91,6 +92,11 @@ def step_line(entry: Mapping[str, Any], horizon: int) -> str:
             "data_wait_s": f"{entry['data_wait_s']:.2f}",
         }
     )
+
+
+def shard_line(packing: ShardPacking) -> str:
+    """One greppable line about what became of a shard's rows."""
+    return run.format_fields({**vars(packing), "fill": f"{packing.fill:.1%}"})
 
 
 def print_dry_run(training: Training, feed: StepFeed) -> None:

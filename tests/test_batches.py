@@ -1,13 +1,17 @@
 """Packing and order: every training row once an epoch, the same for any rank count or restart."""
 
+import dataclasses
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from common.batches import (
     Cursor,
+    ShardPacking,
     StepStream,
     build_pack,
     held_out_packs,
@@ -15,6 +19,7 @@ from common.batches import (
     seeded_generator,
     shard_order,
 )
+from common.blocks import Pack, legal_anchors
 from common.shards import is_held_out
 
 
@@ -25,6 +30,11 @@ class MemoryShard:
     index: int
     ids: list[str]
     lengths: np.ndarray
+
+    @property
+    def first_pairs(self) -> np.ndarray:
+        half = self.lengths // 2
+        return np.where(self.lengths - half >= 2, half, -1)
 
     def input_ids(self, row: int) -> np.ndarray:
         return np.full(self.lengths[row], 100 * self.index + row, dtype=np.int32)
@@ -117,9 +127,87 @@ def test_long_tailed_rows_fill_packs_to_97_percent():
     assert sum(totals) / (4096 * len(packs)) >= 0.97
 
 
-def test_a_row_longer_than_a_pack_is_refused():
-    with pytest.raises(ValueError, match="300 tokens"):
-        pack_rows([10, 300], pack_length=256, generator=seeded_generator("x"))
+@pytest.mark.parametrize("rows", [400, 5000])
+def test_packs_of_a_long_tailed_shard_are_97_percent_full(rows):
+    """Median 1,300 and one row in twenty cut, as in a shard of reasoning."""
+    lengths = np.random.default_rng(1).lognormal(np.log(1300), 0.9, rows).astype(int) + 3
+    shard = MemoryShard(0, [str(row) for row in range(rows)], lengths)
+    told = []
+    stream = make_stream(
+        [shard], epochs=1, pack_length=4096, eval_fraction=0.005, on_shard=told.append
+    )
+    steps = list(stream.steps(Cursor()))
+    (packing,) = told
+    tokens = [pack.num_tokens for step in steps for pack in step.packs if pack.token_lists]
+    assert len(tokens) == packing.packs and sum(tokens) == packing.fill * 4096 * len(tokens)
+    assert packing.fill >= 0.97 and packing.cut_rows > rows * 0.04
+
+
+def test_long_rows_are_cut_and_rows_without_an_anchor_skipped_and_both_counted():
+    # the mask begins at half a row: 510 and more are cut to their prompt, or one token of answer
+    lengths = np.array([100, 300, 256, 1, 508, 509, 510, 511, 4000, 2, 3])
+    shard = MemoryShard(0, [f"row{row}" for row in range(len(lengths))], lengths)
+    told = []
+    stream = make_stream([shard], epochs=2, eval_fraction=0.0, global_batch=1, on_shard=told.append)
+    steps = list(stream.steps(Cursor()))
+    used = {"row0", "row1", "row2", "row4", "row5", "row10"}
+    assert sorted(rows_of(steps)) == sorted([*used, *used])
+    assert told[0] == ShardPacking(
+        epoch=0, shard=0, rows=6, held_out=0, cut_rows=3, cut_tokens=44 + 252 + 253,
+        skipped_rows=5, packs=5, fill=(100 + 256 * 4 + 3) / (5 * 256),
+    )  # fmt: skip
+    assert told[1] == dataclasses.replace(told[0], epoch=1)
+    for step in steps:
+        (pack,) = step.packs
+        legal = legal_anchors(
+            Pack(
+                *map(
+                    torch.from_numpy,
+                    (pack.input_ids, pack.loss_mask, pack.documents, pack.positions),
+                )
+            )
+        )
+        for number, tokens in enumerate(pack.token_lists):
+            mine = pack.documents == number
+            assert legal.numpy()[mine].any() and mine.sum() == len(tokens) <= 256
+            np.testing.assert_array_equal(pack.input_ids[mine], tokens)
+            whole = shard.loss_mask(int(tokens[0]))
+            np.testing.assert_array_equal(pack.loss_mask[mine], whole[: len(tokens)])
+
+
+def test_a_resumed_shard_is_told_of_again():
+    shards, told = make_shards(2, 25), []
+    steps = list(make_stream(shards).steps(Cursor()))
+    stream = make_stream(shards, on_shard=told.append)
+    list(stream.steps(steps[1].after))
+    assert [(packing.epoch, packing.shard) for packing in told[:2]] == [(0, 0), (0, 1)]
+    assert len(told) == 4
+    assert all(packing.rows + packing.held_out == 25 for packing in told)
+
+
+def test_a_shard_is_let_go_before_the_next_one_and_that_one_is_fetched_ahead():
+    living, events = weakref.WeakSet(), []
+
+    class Fresh(MemoryShard):
+        __hash__ = object.__hash__
+
+    def open_shard(index):
+        assert not living
+        events.append(("open", index))
+        shard = Fresh(**vars(make_shards(3, 25)[index]))
+        living.add(shard)
+        return shard
+
+    stream = make_stream(
+        make_shards(3, 25),
+        open_shard=open_shard,
+        prefetch=lambda index: events.append(("ahead", index)),
+    )
+    for step in stream.steps(Cursor()):
+        assert step.packs and len(living) == 1
+    order = [*range(3), *shard_order(3, epoch=1, seed=0, plan_sha256="plan")]
+    assert [index for event, index in events if event == "open"] == order
+    assert [index for event, index in events if event == "ahead"] == order[1:]
 
 
 def test_a_pack_lays_documents_side_by_side_then_padding():
@@ -146,3 +234,11 @@ def test_evaluation_takes_the_first_held_out_rows_in_plan_order():
     found = [int(tokens[0]) for pack in packs for tokens in pack.token_lists]
     assert rows == 9
     assert found == [100 * shard + row for shard, row in held_out[:9]]
+
+
+def test_held_out_rows_are_cut_too_and_those_without_an_anchor_left_out():
+    lengths = np.array([300, 600, 1, 40])
+    shard = MemoryShard(0, list("abcd"), lengths)
+    packs, rows = held_out_packs([shard], seed=0, fraction=1.0, max_rows=9, pack_length=256)
+    assert rows == 2
+    assert [[len(tokens) for tokens in pack.token_lists] for pack in packs] == [[256], [40]]

@@ -135,6 +135,30 @@ def test_shards_are_byte_equal_and_read_back_row_by_row(tmp_path):
     assert len(record["lengths"]["counts"]) == len(LENGTH_EDGES) + 1
 
 
+def test_the_first_pair_of_supervised_tokens_is_found_in_every_row(tmp_path):
+    plan = make_plan()
+    (tmp_path / "plan.json").write_bytes(plan.to_bytes())
+    masks = [
+        [], [1], [1, 1], [0, 1], [1, 0], [1, 0, 1, 1], [], [0, 0, 0], [1, 1, 1], [0, 1, 1, 0], [1],
+        [1], [],
+    ] * 200  # fmt: skip
+    path = tmp_path / "shard-00000.arrow"
+    writer = ShardWriter(path)
+    lengths, flat = np.array(list(map(len, masks))), np.concatenate(masks).astype(bool)
+    ids = [str(number) for number in range(len(masks))]
+    writer.add_batch(
+        row_batch(ids, lengths, np.zeros(len(flat), np.int32), flat, [None] * len(ids))
+    )
+    record = {**writer.finish(), "plan_sha256": plan.sha256, "file": path.name}
+    (tmp_path / record_key(0)).write_bytes(json_bytes(record))
+    dataset = TokenizedDataset(str(tmp_path), cache_dir=tmp_path / "cache")
+    dataset.wait_for_plan(timeout_s=0)
+    naive = [
+        next((at for at in range(len(mask) - 1) if mask[at] and mask[at + 1]), -1) for mask in masks
+    ]
+    assert dataset.wait_for_shard(0, timeout_s=0).first_pairs.tolist() == naive
+
+
 def test_load_from_disk_and_load_dataset_open_it_with_an_empty_shard(tmp_path):
     plan = make_plan()
     records = [write_shard(tmp_path, 0, plan, 30), write_shard(tmp_path, 1, plan, 0)]

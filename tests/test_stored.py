@@ -83,6 +83,11 @@ def test_the_trainer_learns_from_files_as_from_a_target_beside_it(target, data, 
     # other requests, other low bits, which grow from step to step
     np.testing.assert_allclose(losses[0][:10], losses[1][:10], rtol=1e-4)
     np.testing.assert_allclose(losses[0], losses[1], rtol=0.1)
+    cut = train(
+        data, target, tmp_path / "cut", "--hidden-states", str(tmp_path / "hidden"),
+        "--pack-length", "128",
+    )  # fmt: skip
+    assert cut.returncode == 1 and "holds whole ones; give --pack-length 256" in cut.stderr
 
 
 def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, tmp_path):

@@ -259,6 +259,32 @@ def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, ca
     assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
+def test_long_rows_from_s3_are_cut_and_each_shard_has_its_line(parts, moto, tmp_path, monkeypatch):
+    _, _, target = parts
+    for name, value in moto.environment.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+        monkeypatch.setenv(name, value)
+    (tmp_path / "in").mkdir()
+    lines = []
+    for row in range(24):
+        content = " ".join(str(number) for number in range(10 + 5 * row))
+        messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": content}]
+        lines.append(json.dumps({"id": f"row-{row}", "messages": messages}))
+    (tmp_path / "in/0.jsonl").write_text("\n".join(lines) + "\n")
+    data = moto.make_bucket("long-rows")
+    tokenize(tmp_path / "in", data, target, "--num-shards", "2")
+    result = train(
+        data, target, tmp_path / "run", "--pack-length", "128", "--epochs", "2", "--cache-gb", "0.1"
+    )
+    assert result.returncode == 0, result.stderr
+    said = [line.partition("train: ")[2] for line in result.stderr.splitlines()]
+    packed = [line for line in said if line.startswith("epoch=")]
+    assert len(packed) == 4, "two shards, twice"
+    assert all("cut_rows=" in line and "fill=" in line for line in packed)
+    assert any("cut_rows=0" not in line for line in packed)
+    assert len(list((tmp_path / "run/cache").rglob("*.arrow"))) == 2
+
+
 def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path):
     _, data, target = parts
     before = sorted(path.name for path in calm_run[0].rglob("*"))
@@ -323,7 +349,6 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
         (data, target, ("--block-size", "1"), 2, "--block-size"),
         (data, target, ("--attention", "flex"), 2, "--attention"),
         (data, target, ("--global-batch", "3", "--micro-batch", "2"), 2, "--global-batch"),
-        (data, target, ("--pack-length", "128"), 1, "--pack-length"),
         (data, target, ("--layers", "0,3"), 1, "--layers"),
         (data, target, ("--resume", str(tmp_path / "void")), 1, "--resume"),
         (data, target, ("--draft-config", str(tmp_path / "void/x")), 1, "--draft-config"),
