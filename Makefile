@@ -2,6 +2,7 @@
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
 #                       `make bench-target` for stage 2's wire and forward
+# make soak       a long served run whose processes are killed, against an undisturbed one
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
 # passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
@@ -10,7 +11,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize bench-wire bench-target clean
+.PHONY: demo test test-slow bench-tokenize bench-wire bench-target soak clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -29,6 +30,9 @@ bench-wire: .venv/ready
 
 bench-target: .venv/ready
 	@.venv/bin/python -m tests.gpu.bench_target
+
+soak: .venv/ready
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.soak
 
 clean:
 	rm -rf .demo .cache

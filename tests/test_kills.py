@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from common.journal import read_metrics
+from tests.soak import soak, step_of
 from tests.tiny_run import (
     ENVIRONMENT,
+    FLAGS,
     TRAINER,
     assert_same_run,
     make_inputs,
@@ -164,13 +165,15 @@ def test_a_killed_launcher_ends_its_workers(tmp_path):
     assert "the launcher (torchrun) is gone" in log and "Traceback" not in log
 
 
+@pytest.mark.slow
+def test_a_short_soak(tmp_path):
+    target = make_target(tmp_path / "target")
+    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+    rows = soak(tmp_path, target, data, (*FLAGS, "--save-every", "5"), steps=60)
+    assert ("metrics, weights, moments, export", "equal to the bit") in rows
+
+
 def drain(terminal: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(terminal, 4096):
             pass
-
-
-def step_of(output: Path) -> int:
-    """The newest step of a run's metrics, which a resume cuts back to its checkpoint."""
-    metrics = read_metrics(output)
-    return metrics[-1]["step"] if metrics else 0

@@ -1,0 +1,132 @@
+"""`make soak`: a served run of the demo with servers and trainer killed on the way, to the bit.
+
+Trains twice from the same data: once undisturbed, once with the hidden-state server killed and
+started again twice and the trainer killed three times. Metrics, weights, moments and export must be
+equal. With --steps 2000, as `make soak` does, it takes about a quarter of an hour on two cores.
+"""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import run
+from common.journal import read_metrics
+from demo.completions import write_completions
+from demo.run import EXTRACT_FLAGS, TOKENIZE_FLAGS, TRAIN_FLAGS, WORK
+from demo.target import target_folder
+from tests.servers import free_port
+from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER, assert_same_run
+
+# what dies when this share of the steps is done
+DISTURBANCES = (
+    (0.15, "server"), (0.3, "trainer"), (0.5, "trainer"), (0.65, "server"), (0.8, "trainer"),
+)  # fmt: skip
+
+
+def start_server(target: Path, port: int, log: Path) -> subprocess.Popen:
+    command = [
+        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
+        *("--listen", f"127.0.0.1:{port}", *EXTRACT_FLAGS.split()),
+    ]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
+
+
+def start_trainer(command: Sequence[str], log: Path) -> subprocess.Popen:
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
+
+
+def step_of(output: Path) -> int:
+    """The newest step of a run's metrics, which a resume cuts back to its checkpoint."""
+    metrics = read_metrics(output)
+    return metrics[-1]["step"] if metrics else 0
+
+
+def train(
+    target: Path,
+    command: Sequence[str],
+    output: Path,
+    *,
+    port: int,
+    steps: int,
+    disturbances: Sequence[tuple[float, str]],
+    log: Path,
+) -> float:
+    """Train to the end whatever dies on the way; the seconds it took."""
+    began = time.monotonic()
+    with contextlib.ExitStack() as running:
+        processes = {
+            "server": start_server(target, port, log),
+            "trainer": start_trainer(command, log),
+        }
+        running.callback(lambda: [process.kill() for process in processes.values()])
+        for share, name in disturbances:
+            while step_of(output) < share * steps:
+                assert processes["trainer"].poll() is None, log.read_text()[-3000:]
+                time.sleep(0.1)
+            processes[name].kill()
+            processes[name].wait()
+            if name == "server":
+                processes[name] = start_server(target, port, log)
+            else:
+                processes[name] = start_trainer(command, log)
+        assert processes["trainer"].wait() == 0, log.read_text()[-3000:]
+    return time.monotonic() - began
+
+
+def soak(
+    folder: Path, target: Path, data: Path, train_flags: Sequence[str], *, steps: int
+) -> list[tuple[str, str]]:
+    """Train undisturbed and disturbed, compare to the bit; rows for a table."""
+    port, log = free_port(), folder / "log.txt"
+    seconds = {}
+    for name, disturbances in (("calm", ()), ("disturbed", DISTURBANCES)):
+        command = [
+            *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
+            *("--output", str(folder / name), "--hidden-states", f"127.0.0.1:{port}"),
+            *(*train_flags, "--max-steps", str(steps)),
+        ]
+        seconds[name] = train(
+            target, command, folder / name, port=port, steps=steps, disturbances=disturbances,
+            log=log,
+        )  # fmt: skip
+    assert_same_run(folder / "calm", folder / "disturbed", folder)
+    loss = read_metrics(folder / "disturbed")[-2]["loss"]
+    died = [name for _, name in DISTURBANCES]
+    return [
+        ("steps", f"{steps:,}, the last one's loss {loss:.4f}"),
+        ("servers killed", str(died.count("server"))),
+        ("trainers killed", str(died.count("trainer"))),
+        ("undisturbed", run.format_duration(seconds["calm"])),
+        ("disturbed", run.format_duration(seconds["disturbed"])),
+        ("metrics, weights, moments, export", "equal to the bit"),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = run.make_parser(__doc__)
+    parser.add_argument("--steps", type=run.positive_int, default=2000)
+    args = parser.parse_args(argv)
+    log = run.setup_logging("soak", debug=args.debug)
+    target = target_folder(WORK, log)
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        write_completions(target, folder / "completions", log)
+        command = [
+            *(sys.executable, str(ROOT / "tokenize_completions.py"), "--tokenizer", str(target)),
+            *("--input", str(folder / "completions"), "--output", str(folder / "data")),
+            *TOKENIZE_FLAGS.split(),
+        ]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        flags = TRAIN_FLAGS.split()
+        run.print_table("Soak", soak(folder, target, folder / "data", flags, steps=args.steps))
+    return 0
+
+
+if __name__ == "__main__":
+    run.exit_with(main)
