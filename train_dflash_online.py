@@ -33,7 +33,7 @@ from common.feed import ReadyStep, StepFeed
 from common.guards import Guards
 from common.journal import REPORTERS, Journal
 from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
-from common.schedule import training_horizon
+from common.schedule import known_horizon, training_horizon
 from common.setup import SHARD_POLL_S, Setup, build_drafter, prepare
 from common.shards import Shard
 from common.status import Status, print_status
@@ -382,17 +382,29 @@ def restore(
             Guards.from_json(old["guards"]),
             saved=old["step"],
         )
+    return RunState(0, Cursor(), horizon_of(setup), Guards())
+
+
+def horizon_of(setup: Setup) -> int:
+    """How many steps the learning rate is laid over."""
     args, plan = setup.args, setup.dataset.plan
+    tokens_per_step = args.global_batch * args.pack_length
+    if setup.counted_tokens is not None:
+        return known_horizon(
+            max_steps=args.max_steps,
+            epochs=args.epochs,
+            tokens=setup.counted_tokens,
+            tokens_per_step=tokens_per_step,
+        )
     first_shard = setup.dataset.wait_for_shard(0, timeout_s=args.shard_timeout)
-    horizon = training_horizon(
+    return training_horizon(
         max_steps=args.max_steps,
         epochs=args.epochs,
         planned_bytes=plan.planned_bytes,
         first_shard_bytes=plan.shard_bytes(0),
         first_shard_tokens=first_shard.record["tokens"],
-        tokens_per_step=args.global_batch * args.pack_length,
+        tokens_per_step=tokens_per_step,
     )
-    return RunState(0, Cursor(), horizon, Guards())
 
 
 def write_run_json(setup: Setup, *, started: str, counts: Mapping[str, Any]) -> None:

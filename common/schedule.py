@@ -29,6 +29,11 @@ def training_horizon(
     return math.ceil(tokens / tokens_per_step)
 
 
+def known_horizon(*, max_steps: int | None, epochs: int, tokens: int, tokens_per_step: int) -> int:
+    """The same for data whose tokens have been counted."""
+    return max_steps or math.ceil(epochs * tokens / tokens_per_step)
+
+
 def learning_rate(step: int, *, peak: float, warmup_ratio: float, horizon: int) -> float:
     """Linear warm-up, then a cosine to a tenth of the peak, where it stays; steps count from 1."""
     warmup = max(1, round(warmup_ratio * horizon))

@@ -26,7 +26,7 @@ from common.plan import Plan
 from common.shards import TokenizedDataset
 from common.stored import StoredHiddenStates
 from common.target import Target, default_target_layers, read_embedding_and_head, target_facts
-from common.wire import ColocatedHiddenStates, Description, HiddenStates, read_secret
+from common.wire import ColocatedHiddenStates, HiddenStates, read_secret
 
 ADAM_BETAS = (0.9, 0.95)
 SHARD_POLL_S = 1.0
@@ -45,6 +45,7 @@ class Setup:
     ends: TargetEnds
     config: DrafterConfig
     num_anchors: int
+    counted_tokens: int | None  # of the rows whose hidden states are in files
     settings: dict[str, Any]
 
 
@@ -179,6 +180,11 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
             f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
             f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
         )
+    if isinstance(hidden_states, StoredHiddenStates) and hidden_states.data_sha256 != plan.sha256:
+        raise run.UserError(
+            f"--hidden-states {args.hidden_states} were written for other data than {args.data}: "
+            "run extract_hidden_online.py --data with it, to another --output"
+        )
     longest = plan.settings["max_length"]
     if longest > args.pack_length and isinstance(hidden_states, StoredHiddenStates):
         raise run.UserError(
@@ -201,7 +207,7 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
 
 def run_settings(
     args: argparse.Namespace,
-    have: Description,
+    hidden_states: HiddenStates,
     config: DrafterConfig,
     plan: Plan,
     *,
@@ -211,9 +217,11 @@ def run_settings(
     chosen = {key: value for key, value in vars(args).items() if key not in free_flags}
     chosen["draft_config"] = config.to_json()
     chosen["plan_sha256"] = plan.sha256
+    if isinstance(hidden_states, StoredHiddenStates):
+        chosen["first_rows"] = hidden_states.num_rows
     if args.init_from is not None:
         chosen["init_from"] = file_sha256(args.init_from / WEIGHTS_FILE)
-    chosen["weights_fingerprint"] = have.weights_fingerprint
+    chosen["weights_fingerprint"] = hidden_states.description.weights_fingerprint
     return json.loads(run.json_bytes(chosen))
 
 
@@ -286,6 +294,9 @@ def prepare(
     hidden_states = open_hidden_states(args, world.device, log, stop)
     closing.callback(hidden_states.close)
     check_parts(args, hidden_states, dataset.plan)
+    counted_tokens = None
+    if isinstance(hidden_states, StoredHiddenStates):
+        counted_tokens = dataset.keep_first(hidden_states.num_rows, timeout_s=args.shard_timeout)
     if isinstance(hidden_states, ColocatedHiddenStates):
         target = hidden_states.target
         ends = TargetEnds(target.embedding, target.head)
@@ -300,7 +311,6 @@ def prepare(
         ends=ends,
         config=config,
         num_anchors=int(args.anchor_ratio * args.pack_length),
-        settings=run_settings(
-            args, hidden_states.description, config, dataset.plan, free_flags=free_flags
-        ),
+        counted_tokens=counted_tokens,
+        settings=run_settings(args, hidden_states, config, dataset.plan, free_flags=free_flags),
     )

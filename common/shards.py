@@ -212,11 +212,15 @@ class Shard:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def keep_first(self, rows: int) -> None:
+        """Leave the rows after the first `rows` out."""
+        self.ids, self.lengths = self.ids[:rows], self.lengths[:rows]
+
     @functools.cached_property
     def first_pairs(self) -> np.ndarray:
         """Of each row, where two supervised tokens first follow each other; -1: nowhere. (rows,)"""
         found = [_first_pairs(batch["loss_mask"]) for batch in self._batches]
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return np.concatenate([np.zeros(0, np.int64), *found])[: len(self)]
 
     def input_ids(self, row: int) -> np.ndarray:
         """The token ids of a row, (T,) int32."""
@@ -263,6 +267,7 @@ class TokenizedDataset:
         self._cache = FileCache(cache_dir / "shards", limit_bytes=cache_bytes)
         self._cache_bytes = cache_bytes
         self._records: dict[int, dict[str, Any]] = {}
+        self._kept: list[int] | None = None  # rows of each shard, when only the first are wanted
         self._shards: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()
 
     def wait_for_plan(
@@ -282,7 +287,19 @@ class TokenizedDataset:
 
     @property
     def num_shards(self) -> int:
-        return len(self.plan.shards)
+        return len(self.plan.shards if self._kept is None else self._kept)
+
+    def keep_first(self, rows: int, *, timeout_s: float) -> int:
+        """Leave all rows after the first `rows` out, whose shards are waited for; their tokens."""
+        kept: list[int] = []
+        tokens = 0
+        while rows > 0 and len(kept) < len(self.plan.shards):
+            lengths = self.wait_for_shard(len(kept), timeout_s=timeout_s).lengths[:rows]
+            kept.append(len(lengths))
+            rows, tokens = rows - len(lengths), tokens + int(lengths.sum())
+        self._kept = kept
+        self._shards.clear()
+        return tokens
 
     def record(self, index: int) -> dict[str, Any] | None:
         """A shard's commit record; None while it has none. Raises UserError for another plan's."""
@@ -318,7 +335,10 @@ class TokenizedDataset:
         if index == 0:
             self._check_limit(record)
         file = self._cache.open(self._store, record, name=self._name, on_wait=on_wait)
-        return self._shards.setdefault(index, Shard(index, file, record))
+        shard = self._shards.setdefault(index, Shard(index, file, record))
+        if self._kept is not None:
+            shard.keep_first(self._kept[index])
+        return shard
 
     def prefetch(self, index: int) -> None:
         """Fetch and check a shard's file in the background, when it is committed already."""

@@ -82,6 +82,7 @@ class StoredHiddenStates:
             )
         self._plan = plan = StoredPlan.from_bytes(data)
         self.description = dataclasses.replace(plan.description, max_tokens_per_request=ANY_NUMBER)
+        self.num_rows, self.data_sha256 = plan.num_rows, plan.data_sha256
         self._places: dict[bytes, tuple[int, int, int]] = {}
         self._files: list[Any] = []
         self._held: list[HeldFile] = []

@@ -1,6 +1,7 @@
 """Hidden states in files: written by stage 2, resumed, and trained on like a server's."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,8 @@ def test_the_trainer_learns_from_files_as_from_a_target_beside_it(target, data, 
     # 3 taps of 64 in bfloat16: said before it starts, and in the table
     assert "384 bytes a token" in written.stderr and "Hidden states written" in written.stdout
     for name in (str(tmp_path / "hidden"), "colocated"):
-        run = train(data, target, tmp_path / name.rpartition("/")[2], "--hidden-states", name)
+        flags = ("--hidden-states", name, "--max-steps", "40")  # of one learning rate
+        run = train(data, target, tmp_path / name.rpartition("/")[2], *flags)
         assert run.returncode == 0, run.stderr
     losses = [
         [
@@ -88,6 +90,17 @@ def test_the_trainer_learns_from_files_as_from_a_target_beside_it(target, data, 
         "--pack-length", "128",
     )  # fmt: skip
     assert cut.returncode == 1 and "holds whole ones; give --pack-length 256" in cut.stderr
+
+
+def test_the_first_rows_alone_are_trained_on_when_only_they_were_written(target, data, tmp_path):
+    assert write(target, data, tmp_path / "hidden", "--limit", "50").returncode == 0
+    flags = ("--hidden-states", str(tmp_path / "hidden"), "--epochs", "2")
+    run = train(data, target, tmp_path / "run", *flags)
+    assert run.returncode == 0, run.stderr
+    shards = [line for line in run.stderr.splitlines() if " shard=" in line and " epoch=0 " in line]
+    rows = [int(re.search(r" rows=(\d+)", line).group(1)) for line in shards]
+    held_out = [int(re.search(r" held_out=(\d+)", line).group(1)) for line in shards]
+    assert sum(rows) + sum(held_out) == 50
 
 
 def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, tmp_path):
