@@ -45,10 +45,12 @@ from common.evaluate import evaluate
 from common.feed import ReadyStep, StepFeed
 from common.journal import Journal, read_metrics
 from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
+from common.mirror import Mirror
 from common.plan import Plan
+from common.s3 import abort_left_uploads
 from common.schedule import learning_rate, training_horizon
 from common.shards import Shard, TokenizedDataset
-from common.store import add_store_arguments
+from common.store import add_store_arguments, add_store_write_arguments, open_store
 from common.stored import StoredHiddenStates
 from common.target import (
     Target,
@@ -69,11 +71,14 @@ FREE_FLAGS = frozenset(
         "allow_change",
         "attention",
         "cache_dir",
+        "checkpoint_uri",
         "data",
         "debug",
         "endpoint_url",
         "eval_every",
         "hidden_states",
+        "keep",
+        "keep_every",
         "log_every",
         "micro_batch",
         "output",
@@ -82,6 +87,8 @@ FREE_FLAGS = frozenset(
         "save_every",
         "server_timeout",
         "shard_timeout",
+        "sse",
+        "sse_kms_key",
         "target",
         "tls_root_certs",
         "token_file",
@@ -165,6 +172,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=str, required=True, help="run folder, local")
     group.add_argument("--save-every", type=run.positive_int, default=1000, help="steps")
+    group.add_argument("--keep", type=run.positive_int, default=3, help="newest checkpoints kept")
+    group.add_argument(
+        "--keep-every", type=run.positive_int, help="keep those at multiples of it too, in steps"
+    )
+    group.add_argument(
+        "--checkpoint-uri", help="s3://... or a folder that checkpoints are copied to [nowhere]"
+    )
+    add_store_write_arguments(group)
     group.add_argument("--log-every", type=run.positive_int, default=10, help="steps")
     group.add_argument("--resume", default="auto", help="auto, never, or a checkpoint folder")
     group.add_argument(
@@ -181,9 +196,11 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones that say auto."""
     if "://" in args.output:
         raise run.UsageError(
-            f"--output {args.output}: must be a local folder (a mirror in S3, --checkpoint-uri, is "
-            "not there yet)"
+            f"--output {args.output}: must be a local folder; --checkpoint-uri copies its "
+            "checkpoints there"
         )
+    if args.sse and not (args.checkpoint_uri or "").startswith("s3://"):
+        raise run.UsageError(f"--sse {args.sse}: only with --checkpoint-uri s3://...")
     args.output = Path(args.output)
     args.cache_dir = args.cache_dir or args.output / "cache"
     if args.pack_length % PACK_MULTIPLE:
@@ -224,6 +241,7 @@ class Setup:
     config: DrafterConfig
     num_anchors: int
     settings: dict[str, Any]
+    checkpoints: checkpoint.Checkpoints
 
 
 def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
@@ -456,26 +474,45 @@ class RunState:
     evaluated: int = -1
 
 
-def find_resume(args: argparse.Namespace) -> Path | None:
+def open_checkpoints(
+    args: argparse.Namespace, world: dist.World, log: Any
+) -> checkpoint.Checkpoints:
+    """The run folder's checkpoints, and their mirror by --checkpoint-uri."""
+    folder, mirror = args.output / "checkpoints", None
+    if args.checkpoint_uri is not None and world.is_main:
+        journal = args.output / "uploads.journal"
+        abort_left_uploads(journal, endpoint_url=args.endpoint_url)
+        store = open_store(
+            args.checkpoint_uri,
+            endpoint_url=args.endpoint_url,
+            sse=args.sse,
+            sse_kms_key=args.sse_kms_key,
+            upload_journal=journal,
+        )
+        store.check_writable()
+        mirror = Mirror(store, folder, keep=args.keep, keep_every=args.keep_every, log=log)
+    return checkpoint.Checkpoints(
+        folder, world=world, keep=args.keep, keep_every=args.keep_every, mirror=mirror, log=log
+    )
+
+
+def find_resume(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -> Path | None:
     """The checkpoint to go on from, by --resume; None to start afresh."""
-    folder = args.output / "checkpoints"
-    newest = checkpoint.find_newest(folder)
     if args.resume == "auto":
-        return newest
+        return checkpoints.newest()
     if args.resume != "never":
         return Path(args.resume)
-    if newest is not None:
+    if where := checkpoints.occupied():
         raise run.UserError(
-            f"--resume never: {args.output} holds a run already ({newest.name}); choose another "
-            "--output or delete it"
+            f"--resume never: {where} holds checkpoints already; choose another place, or delete it"
         )
     return None
 
 
 def refuse_changes(
-    args: argparse.Namespace, old: Mapping[str, Any], new: Mapping[str, Any]
+    args: argparse.Namespace, where: Path | str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    """Compare the settings of the run in --output with this command's."""
+    """Compare the settings of the run in the run folder or the mirror with this command's."""
     allowed = {name.strip().replace("-", "_") for name in args.allow_change.split(",")}
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
@@ -484,8 +521,8 @@ def refuse_changes(
     ]
     if changed:
         raise run.UserError(
-            f"{args.output} holds a run with other settings ({'; '.join(changed)}).\n"
-            "Use another --output, or name what may change in --allow-change"
+            f"{where} holds a run with other settings ({'; '.join(changed)}).\n"
+            "Use another place, or name what may change in --allow-change"
         )
 
 
@@ -546,14 +583,12 @@ def save_checkpoint(
     drafter: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: RunState,
-    log: Any,
     *,
     finished: bool,
 ) -> None:
-    """Save everything a resume needs in a folder of this step."""
-    path = checkpoint.save(
-        setup.args.output / "checkpoints",
-        step=state.step,
+    """Begin to save everything a resume needs in a folder of this step."""
+    setup.checkpoints.save(
+        state.step,
         model=drafter,
         optimizer=optimizer,
         state={
@@ -562,11 +597,8 @@ def save_checkpoint(
             "horizon": state.horizon,
             "settings": setup.settings,
         },
-        world=setup.world,
     )
     state.saved = state.step
-    if setup.world.is_main:
-        log.info(f"step={state.step} saved={path}")
 
 
 def train(
@@ -607,9 +639,10 @@ def train(
             f"{args.eval_fraction}), or there is none"
         )
     if state.step > 0 and (finished or state.saved != state.step):
-        save_checkpoint(setup, drafter, optimizer, state, log, finished=finished)
+        save_checkpoint(setup, drafter, optimizer, state, finished=finished)
     if failure is not None:
         raise failure
+    setup.checkpoints.wait()
     return finished
 
 
@@ -661,7 +694,7 @@ def take_steps(
             if state.step == 1 or state.step % args.log_every == 0:
                 log.info(step_line(entry, state.horizon))
         if state.step % args.save_every == 0:
-            save_checkpoint(setup, drafter, optimizer, state, log, finished=False)
+            save_checkpoint(setup, drafter, optimizer, state, finished=False)
     if bar is not None:
         bar.close()
     return ready is None and stop.signum is None and failure is None, failure
@@ -717,6 +750,7 @@ def prepare(
     log: Any,
     stop: StopRequest,
     closing: contextlib.ExitStack,
+    checkpoints: checkpoint.Checkpoints,
 ) -> Setup:
     """Open the data and the hidden states, check that they belong together, settle the shape."""
     if args.global_batch % (world.size * args.micro_batch):
@@ -745,6 +779,7 @@ def prepare(
         config=config,
         num_anchors=int(args.anchor_ratio * args.pack_length),
         settings=run_settings(args, hidden_states.description, config, dataset.plan),
+        checkpoints=checkpoints,
     )
 
 
@@ -850,12 +885,17 @@ def run_training(
     """Prepare, resume, train, export, tell. What has to be closed at the end goes on `closing`."""
     if world.is_main:
         run.print_settings(log, vars(args))
-    resumed = find_resume(args)
+    checkpoints = open_checkpoints(args, world, log)
+    closing.callback(checkpoints.close)
+    resumed = find_resume(args, checkpoints)
     old = checkpoint.read_state(resumed) if resumed is not None else None
-    setup = prepare(args, world, log, stop, closing)
+    setup = prepare(args, world, log, stop, closing, checkpoints)
     previous = previous_settings(args.output, old)
     if previous is not None:
-        refuse_changes(args, previous, setup.settings)
+        refuse_changes(args, args.output, previous, setup.settings)
+    mirrored = checkpoints.mirrored_state()
+    if mirrored is not None:
+        refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
     exported = (args.output / "export/config.json").exists()
     if old is not None and old["finished"] and exported:
         log.info(f"nothing to do: {resumed} is the end of this run")
