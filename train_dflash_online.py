@@ -5,7 +5,8 @@ Reads   the shards of stage 1 as they appear (--data, s3:// or a folder), hidden
         target's own embedding and head (--target).
 Writes  run.json, metrics.jsonl, tensorboard/, curves.png, checkpoints/ and export/ under --output;
         export/ is what vLLM, SGLang and z-lab's class load.
-Resume  run the same command again: it goes on from the newest whole checkpoint.
+Resume  run the same command again: it goes on from the newest whole checkpoint, or on a new machine
+        from the newest copy under --checkpoint-uri.
 
   python train_dflash_online.py --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a \\
       --hidden-states 127.0.0.1:8815

@@ -181,8 +181,10 @@ class Mirror:
         self._store.delete(f"{step_name(step)}.json")
         files: list[Mapping[str, Any]] = []
         for part in sorted(path.iterdir()):
-            self._store.upload(f"{step_name(step)}/{part.name}", part)
+            # Before the upload: a state rewritten meanwhile then differs from its record, and the
+            # update that follows the rewriting makes it good.
             files.append(_facts(part))
+            self._store.upload(f"{step_name(step)}/{part.name}", part)
         record = {"version": RECORD_VERSION, "files": files}
         self._store.write(f"{step_name(step)}.json", json_bytes(record))
         self._log.info(f"step={step} mirrored={self.uri}")
