@@ -5,7 +5,8 @@ Reads   the shards of stage 1 as they appear (--data, s3:// or a folder), hidden
         target's own embedding and head (--target).
 Writes  run.json, metrics.jsonl, tensorboard/, curves.png, checkpoints/ and export/ under --output;
         export/ is what vLLM, SGLang and z-lab's class load.
-Resume  run the same command again: it goes on from the newest whole checkpoint.
+Resume  run the same command again: it goes on from the newest whole checkpoint, or on a new machine
+        from the newest copy under --checkpoint-uri.
 
   python train_dflash_online.py --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a \\
       --hidden-states 127.0.0.1:8815
@@ -34,10 +35,17 @@ from common.guards import Guards
 from common.journal import REPORTERS, Journal
 from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
 from common.schedule import known_horizon, training_horizon
-from common.setup import SHARD_POLL_S, Setup, build_drafter, prepare
+from common.setup import (
+    SHARD_POLL_S,
+    Setup,
+    build_drafter,
+    open_checkpoints,
+    open_mirror,
+    prepare,
+)
 from common.shards import Shard
 from common.status import Status, print_status
-from common.store import add_store_arguments
+from common.store import Store, add_store_arguments, add_store_write_arguments
 from common.telling import StepProgress, print_dry_run, print_summary, shard_line
 from common.training import (
     RunState,
@@ -57,12 +65,15 @@ FREE_FLAGS = frozenset(
         "attention",
         "cache_dir",
         "cache_gb",
+        "checkpoint_uri",
         "data",
         "debug",
         "dry_run",
         "endpoint_url",
         "eval_every",
         "hidden_states",
+        "keep",
+        "keep_every",
         "log_every",
         "micro_batch",
         "output",
@@ -72,6 +83,8 @@ FREE_FLAGS = frozenset(
         "save_every",
         "server_timeout",
         "shard_timeout",
+        "sse",
+        "sse_kms_key",
         "status",
         "target",
         "tls_root_certs",
@@ -164,6 +177,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=str, help="run folder, local")
     group.add_argument("--save-every", type=run.positive_int, default=1000, help="steps")
+    group.add_argument("--keep", type=run.positive_int, default=3, help="newest checkpoints kept")
+    group.add_argument(
+        "--keep-every", type=run.positive_int, help="keep those at multiples of it too, in steps"
+    )
+    group.add_argument(
+        "--checkpoint-uri", help="s3://... or a folder that checkpoints are copied to [nowhere]"
+    )
+    add_store_write_arguments(group)
     group.add_argument("--log-every", type=run.positive_int, default=10, help="steps")
     group.add_argument("--resume", default="auto", help="auto, never, or a checkpoint folder")
     group.add_argument(
@@ -191,9 +212,11 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError(f"the following arguments are required: {', '.join(missing)}")
     if "://" in args.output:
         raise run.UsageError(
-            f"--output {args.output}: must be a local folder (a mirror in S3, --checkpoint-uri, is "
-            "not there yet)"
+            f"--output {args.output}: must be a local folder; --checkpoint-uri copies its "
+            "checkpoints there"
         )
+    if args.sse and not (args.checkpoint_uri or "").startswith("s3://"):
+        raise run.UsageError(f"--sse {args.sse}: only with --checkpoint-uri s3://...")
     args.output = Path(args.output)
     args.cache_dir = args.cache_dir or args.output / "cache"
     if args.pack_length % PACK_MULTIPLE:
@@ -249,6 +272,7 @@ def train(training: Training) -> bool:
         save_checkpoint(training, finished=finished)
     if failure is not None:
         raise failure
+    training.checkpoints.wait()
     return finished
 
 
@@ -332,26 +356,23 @@ def open_feed(training: Training) -> StepFeed:
 # ---- start and end
 
 
-def find_resume(args: argparse.Namespace) -> Path | None:
+def find_resume(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -> Path | None:
     """The checkpoint to go on from, by --resume; None to start afresh."""
-    folder = args.output / "checkpoints"
-    newest = checkpoint.find_newest(folder)
     if args.resume == "auto":
-        return newest
+        return checkpoints.newest()
     if args.resume != "never":
         return Path(args.resume)
-    if newest is not None:
+    if where := checkpoints.occupied():
         raise run.UserError(
-            f"--resume never: {args.output} holds a run already ({newest.name}); choose another "
-            "--output or delete it"
+            f"--resume never: {where} holds checkpoints already; choose another place, or delete it"
         )
     return None
 
 
 def refuse_changes(
-    args: argparse.Namespace, old: Mapping[str, Any], new: Mapping[str, Any]
+    args: argparse.Namespace, where: Path | str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    """Compare the settings of the run in --output with this command's."""
+    """Compare the settings of the run in the run folder or the mirror with this command's."""
     allowed = {name.strip().replace("-", "_") for name in args.allow_change.split(",")}
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
@@ -360,8 +381,8 @@ def refuse_changes(
     ]
     if changed:
         raise run.UserError(
-            f"{args.output} holds a run with other settings ({'; '.join(changed)}).\n"
-            "Use another --output, or name what may change in --allow-change"
+            f"{where} holds a run with other settings ({'; '.join(changed)}).\n"
+            "Use another place, or name what may change in --allow-change"
         )
 
 
@@ -442,10 +463,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_folder_lock(args.output, is_main=world.is_main),
                 contextlib.ExitStack() as closing,
             ):
-                status = open_status(args, closing) if world.is_main else None
+                mirror = open_mirror(args) if world.is_main else None
+                status = open_status(args, mirror, closing) if world.is_main else None
+                checkpoints = open_checkpoints(args, mirror, world, log)
+                closing.callback(checkpoints.close)
                 return run_training(
-                    args, world, log, stop, status, started=started, began=began, closing=closing
-                )
+                    args, world, log, stop, status, checkpoints,
+                    started=started, began=began, closing=closing,
+                )  # fmt: skip
         except Stopped:
             return stop.exit_code
         except torch.OutOfMemoryError as error:
@@ -455,9 +480,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             ) from error
 
 
-def open_status(args: argparse.Namespace, closing: contextlib.ExitStack) -> Status:
+def open_status(
+    args: argparse.Namespace, mirror: Store | None, closing: contextlib.ExitStack
+) -> Status:
     """The run's status.json, which gets the last word on how it ended."""
-    status = Status(args.output)
+    status = Status(args.output, mirror=mirror)
     status.update(state="starting")
 
     def note_end(kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -477,6 +504,7 @@ def run_training(
     log: Any,
     stop: StopRequest,
     status: Status | None,
+    checkpoints: checkpoint.Checkpoints,
     *,
     started: str,
     began: float,
@@ -485,19 +513,22 @@ def run_training(
     """Prepare, resume, train, export, tell. What has to be closed at the end goes on `closing`."""
     if world.is_main:
         run.print_settings(log, vars(args))
-    resumed = find_resume(args)
+    resumed = find_resume(args, checkpoints)
     old = checkpoint.read_state(resumed) if resumed is not None else None
     setup = prepare(args, world, log, stop, closing, free_flags=FREE_FLAGS)
     previous = previous_settings(args.output, old)
     if previous is not None:
-        refuse_changes(args, previous, setup.settings)
+        refuse_changes(args, args.output, previous, setup.settings)
+    mirrored = checkpoints.mirrored_state()
+    if mirrored is not None:
+        refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
     exported = (args.output / "export/config.json").exists()
     if old is not None and old["finished"] and exported:
         log.info(f"nothing to do: {resumed} is the end of this run")
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)
     state = restore(setup, drafter, optimizer, resumed, old)
-    training = Training(setup, drafter, optimizer, state, stop, log, None, status)
+    training = Training(setup, drafter, optimizer, state, checkpoints, stop, log, None, status)
     if args.dry_run:
         with contextlib.closing(open_feed(training)) as feed:
             print_dry_run(training, feed)

@@ -11,7 +11,9 @@ The export is config.json and model.safetensors with the bare names of z-lab's d
 
 import json
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,49 +32,242 @@ from torch.distributed.checkpoint.state_dict import (
 
 from common.dist import World
 from common.drafter import DrafterConfig
-from common.run import UserError, json_bytes, write_atomic
+from common.mirror import Mirror
+from common.run import UserError, format_bytes, json_bytes, write_atomic
+from common.stepfolders import (
+    STATE_FILE,
+    find_newest,
+    is_whole,
+    kept_steps,
+    partial_path,
+    put_in_place,
+    remove,
+    remove_leftovers,
+    step_name,
+    whole_steps,
+)
 
-STATE_FILE = "trainer.json"
 STATE_VERSION = 2
 
-
-def save(
-    folder: Path,
-    *,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    world: World,
-) -> Path:
-    """Write checkpoints/step-NNNNNNNN under `folder`, whole or not at all; every rank calls it."""
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".{final.name}.partial"
-    if world.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    world.barrier()
-    weights, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=partial)
-    if world.is_main:
-        document = {**state, "step": step, "version": STATE_VERSION}
-        write_atomic(partial / STATE_FILE, json_bytes(document))
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        write_atomic(folder / "latest", f"{final.name}\n".encode())
-    world.barrier()
-    return final
+# A world of one saves without a process group on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
-def find_newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`, whatever `latest` says; None when there is none."""
-    whole = [path for path in folder.glob("step-*") if is_whole(path)]
-    return max(whole, default=None)
+class Checkpoints:
+    """The checkpoints of a run: written beside training, the old ones removed, mirrored.
+
+    Every rank calls save and wait at the same steps. A checkpoint that cannot be written is a
+    warning: the ones before stay, and the next save tries again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        keep: int,
+        keep_every: int | None,
+        mirror: Mirror | None,
+        log: Any,
+    ) -> None:
+        self._folder, self._world, self._log = folder, world, log
+        self._keep, self._keep_every, self._mirror = keep, keep_every, mirror
+        self._group = world.new_cpu_group()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[str | None] | None = None  # of what went wrong
+        self._written: int | None = None  # the last step that this process wrote whole
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint; None when there is none. Every rank calls it.
+
+        A folder without any, as on a new machine, gets the newest one of the mirror first.
+        """
+        failure = None
+        if self._mirror is not None and find_newest(self._folder) is None:
+            try:
+                self._mirror.download_newest()
+            except UserError as error:
+                failure = error
+        if not self._world.agree(failure is None):
+            raise failure or UserError("the main rank could not read the mirrored checkpoints")
+        self._world.barrier()
+        return find_newest(self._folder)
+
+    def occupied(self) -> str | None:
+        """Which place holds checkpoints already: the folder, or the mirror; None when neither."""
+        if find_newest(self._folder) is not None:
+            return str(self._folder)
+        if self._mirror is not None and self._mirror.steps():
+            return self._mirror.uri
+        return None
+
+    def mirrored_state(self) -> dict[str, Any] | None:
+        """The trainer.json of the mirror's newest checkpoint; None when there is none."""
+        return None if self._mirror is None else self._mirror.newest_state()
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Take a copy of this moment's state and write it in the background.
+
+        Waits for the checkpoint before, so that one copy at most lies in memory.
+        """
+        self._finish_writing()
+        document = json_bytes({**state, "step": step, "version": STATE_VERSION})
+        if step == self._written:  # the weights are there, only what is said about them changes
+            self._writing = self._pool.submit(self._rewrite_state, step, document)
+            return
+        weights, optimizer_state = get_state_dict(model, optimizer)
+        copied = copy_to_cpu({"model": weights, "optimizer": optimizer_state})
+        self._writing = self._pool.submit(self._write, step, copied, document)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint and its copy in the mirror are done.
+
+        Raises UserError when that checkpoint could not be written.
+        """
+        failure = self._finish_writing()
+        if self._mirror is not None:
+            self._mirror.wait()
+        if failure is not None:
+            raise UserError(
+                f"the last checkpoint was not saved: {failure}. Rerun to go on from the one before"
+            )
+
+    def close(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+        self._finish_writing()
+        self._pool.shutdown()
+        if self._mirror is not None:
+            self._mirror.wait()
+
+    def _finish_writing(self) -> str | None:
+        """Wait for the checkpoint under way; what went wrong with the last one, if anything."""
+        return None if self._writing is None else self._writing.result()
+
+    # ---- in the background, on all ranks alike
+
+    def _write(self, step: int, copied: dict[str, Any], document: bytes) -> str | None:
+        partial = partial_path(self._folder, step)
+
+        def prepare() -> None:
+            remove_leftovers(self._folder)
+            partial.mkdir(parents=True)
+
+        def commit() -> None:
+            write_atomic(partial / STATE_FILE, document)
+            put_in_place(partial, self._folder / step_name(step))
+
+        failure = (
+            self._on_main(prepare) or self._write_parts(partial, copied) or self._on_main(commit)
+        )
+        if failure is not None:
+            self._give_up(step, failure)
+        else:
+            self._written = step
+            self._follow(step)
+        return failure
+
+    def _rewrite_state(self, step: int, document: bytes) -> str | None:
+        path = self._folder / step_name(step) / STATE_FILE
+        failure = self._on_main(lambda: write_atomic(path, document))
+        if failure is not None:
+            self._give_up(step, failure)
+        else:
+            self._follow(step)
+        return failure
+
+    def _write_parts(self, partial: Path, copied: dict[str, Any]) -> str | None:
+        """Write this rank's tensors, and torch's metadata at the end; what went wrong anywhere."""
+        try:
+            dcp.save(
+                copied,
+                storage_writer=_Writer(partial),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except CheckpointException as error:  # the same on all ranks
+            rank, (cause, _) = next(iter(error.failures.items()))
+            return f"rank {rank}: {_one_line(cause)}"
+        return None
+
+    def _on_main(self, work: Callable[[], None]) -> str | None:
+        """Do it on the main rank; every rank hears what went wrong, if anything."""
+        heard: list[str | None] = [None]
+        if self._world.is_main:
+            try:
+                work()
+            except OSError as error:
+                heard = [_one_line(error)]
+        if self._group is not None:
+            torch.distributed.broadcast_object_list(heard, src=0, group=self._group)
+        return heard[0]
+
+    def _follow(self, step: int) -> None:
+        """After a whole checkpoint: it is named, older ones go, the mirror is brought up to it."""
+        if not self._world.is_main:
+            return
+        self._log.info(f"step={step} saved={self._folder / step_name(step)}")
+        try:
+            write_atomic(self._folder / "latest", f"{step_name(step)}\n".encode())
+            self._prune(step)
+        except OSError as error:
+            self._log.warning(f"{self._folder}: {error}")
+        if self._mirror is not None:
+            self._mirror.update()
+
+    def _prune(self, newest: int) -> None:
+        # Later steps, of a run that went on from here before, are not this run's to judge.
+        steps = {step: path for step, path in whole_steps(self._folder).items() if step <= newest}
+        kept = kept_steps(steps, keep=self._keep, keep_every=self._keep_every)
+        for step in steps.keys() - kept:
+            if self._mirror is not None:
+                self._mirror.remove(steps[step])
+            else:
+                remove(steps[step])
+
+    def _give_up(self, step: int, failure: str) -> None:
+        if not self._world.is_main:
+            return
+        shutil.rmtree(partial_path(self._folder, step), ignore_errors=True)
+        free = format_bytes(shutil.disk_usage(self._folder.parent).free)
+        self._log.warning(
+            f"step={step} not saved: {failure} (free in {self._folder}: {free}); the checkpoints "
+            "before it stay, the next save tries again"
+        )
 
 
-def is_whole(path: Path) -> bool:
-    """True when torch's metadata, which is written last, and the trainer's state are both there."""
-    return (path / ".metadata").is_file() and (path / STATE_FILE).is_file()
+class _Writer(dcp.FileSystemWriter):
+    """torch's, but a full disk is named so, and not "unexpected pos 704 vs 598"."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise (cause or error) from None
+
+
+def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict in CPU memory, sharded tensors still sharded."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copied = stager.stage(state)
+    stager.close()
+    assert isinstance(copied, dict)  # not a Future: staging is not asynchronous
+    return copied
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).partition("\n")[0]
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -60,6 +60,12 @@ class World:
         """Wait until every rank is here."""
         self.sum([0.0])
 
+    def new_cpu_group(self) -> dist.ProcessGroup | None:
+        """A process group for one background thread; None in a world of one."""
+        if self.size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+
     def agree(self, go: bool) -> bool:
         """True when every rank votes go, False everywhere when one does not.
 

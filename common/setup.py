@@ -18,12 +18,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import dist, run
 from common.batches import PACK_MULTIPLE
 from common.cache import file_sha256
+from common.checkpoint import Checkpoints
 from common.client import ServedHiddenStates
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
+from common.mirror import Mirror
 from common.plan import Plan
+from common.s3 import abort_left_uploads
 from common.shards import TokenizedDataset
+from common.store import Store, open_store
 from common.stored import StoredHiddenStates
 from common.target import Target, default_target_layers, read_embedding_and_head, target_facts
 from common.wire import ColocatedHiddenStates, HiddenStates, read_secret
@@ -313,4 +317,33 @@ def prepare(
         num_anchors=int(args.anchor_ratio * args.pack_length),
         counted_tokens=counted_tokens,
         settings=run_settings(args, hidden_states, config, dataset.plan, free_flags=free_flags),
+    )
+
+
+def open_mirror(args: argparse.Namespace) -> Store | None:
+    """Where --checkpoint-uri copies checkpoints to, writable; None without it."""
+    if args.checkpoint_uri is None:
+        return None
+    journal = args.output / "uploads.journal"
+    abort_left_uploads(journal, endpoint_url=args.endpoint_url)
+    store = open_store(
+        args.checkpoint_uri,
+        endpoint_url=args.endpoint_url,
+        sse=args.sse,
+        sse_kms_key=args.sse_kms_key,
+        upload_journal=journal,
+    )
+    store.check_writable()
+    return store
+
+
+def open_checkpoints(
+    args: argparse.Namespace, store: Store | None, world: dist.World, log: Any
+) -> Checkpoints:
+    """The run folder's checkpoints, and their mirror in a store."""
+    folder, mirror = args.output / "checkpoints", None
+    if store is not None:
+        mirror = Mirror(store, folder, keep=args.keep, keep_every=args.keep_every, log=log)
+    return Checkpoints(
+        folder, world=world, keep=args.keep, keep_every=args.keep_every, mirror=mirror, log=log
     )

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, dist, run
+from common import dist, run
 from common.batches import Cursor, held_out_packs
+from common.checkpoint import Checkpoints
 from common.drafting import StepSums, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
 from common.feed import ReadyStep
@@ -48,6 +49,7 @@ class Training:
     drafter: Any
     optimizer: torch.optim.Optimizer
     state: RunState
+    checkpoints: Checkpoints
     stop: StopRequest
     log: Any
     journal: Journal | None  # on the main rank alone, like the status
@@ -217,11 +219,10 @@ def evaluate_now(training: Training) -> None:
 
 
 def save_checkpoint(training: Training, *, finished: bool) -> None:
-    """Save everything a resume needs in a folder of this step."""
+    """Begin to save everything a resume needs in a folder of this step."""
     state = training.state
-    path = checkpoint.save(
-        training.args.output / "checkpoints",
-        step=state.step,
+    training.checkpoints.save(
+        state.step,
         model=training.drafter,
         optimizer=training.optimizer,
         state={
@@ -231,8 +232,5 @@ def save_checkpoint(training: Training, *, finished: bool) -> None:
             "horizon": state.horizon,
             "settings": training.setup.settings,
         },
-        world=training.world,
     )
     state.saved = state.step
-    if training.world.is_main:
-        training.log.info(f"step={state.step} saved={path}")

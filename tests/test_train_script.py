@@ -133,6 +133,45 @@ def test_the_newest_whole_checkpoint_counts(parts, calm_run, tmp_path):
     assert_same_run(run, calm_run[0], tmp_path)
 
 
+def test_a_new_machine_goes_on_from_the_mirror(parts, calm_run, tmp_path):
+    _, data, target = parts
+    flags = ("--save-every", "2", "--keep", "1", "--checkpoint-uri", str(tmp_path / "mirror"))
+    first = train(data, target, tmp_path / "old", "--max-steps", "6", *flags)
+    assert first.returncode == 0, first.stderr
+    assert (tmp_path / "mirror/step-00000006.json").exists()
+    for place in (tmp_path / "old/checkpoints", tmp_path / "mirror"):
+        (state,) = place.glob("step-*/trainer.json")
+        assert state.parent.name == "step-00000006"
+    again = train(data, target, tmp_path / "new", "--max-steps", "6", *flags)
+    assert again.returncode == 0 and "resumed=" in again.stderr, again.stderr
+    new = read_checkpoint(tmp_path / "new", tmp_path)
+    for key, tensor in read_checkpoint(calm_run[0], tmp_path).items():
+        assert torch.equal(new[key], tensor), key
+    command = training_command(data, target, tmp_path / "third", "--max-steps", "6", *flags)
+    with pytest.raises(UserError, match="--resume never: .*mirror holds checkpoints"):
+        train_dflash_online.main([*command, "--resume", "never"])
+    mine = training_command(data, target, calm_run[0], "--max-steps", "6", *flags)
+    state = json.loads((tmp_path / "mirror/step-00000006/trainer.json").read_bytes())
+    state["settings"]["seed"] = 9  # a mirror of another run
+    (tmp_path / "mirror/step-00000006/trainer.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match="mirror holds a run with other settings .seed: 9 -> 0"):
+        train_dflash_online.main(mine)
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_ends_the_run_with_one_line(parts, tmp_path):
+    _, data, target = parts
+    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run",
+                                                          "--max-steps", "4")]  # fmt: skip
+    result = subprocess.run(
+        ["prlimit", "--fsize=150000", *command], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert result.returncode == 1, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert "error: the last checkpoint was not saved: rank 0: File too large" in last
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "run/checkpoints").glob("*step*"))
+
+
 def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
     _, data, target = parts
     flags = ("--max-steps", "6", "--save-every", "2")
