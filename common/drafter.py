@@ -6,7 +6,6 @@ maths is that of z-lab/dflash model.py: one fused context c = hidden_norm(fc(tap
 and values of every layer as it is, and block slots attend to [context ; block].
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from common.attention import AttentionMask, attend
 from common.run import UserError
 
 ARCHITECTURE = "DFlashDraftModel"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEAD_DIM = 128
-
-AttentionMask = torch.Tensor | BlockMask | None
 
 
 @dataclass(frozen=True)
@@ -276,23 +273,6 @@ class Attention(nn.Module):
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-@functools.cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)  # on first use: inductor takes a second to import
-
-
-def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: AttentionMask
-) -> torch.Tensor:
-    """Attention through flex_attention for a BlockMask, SDPA for a dense mask or none."""
-    if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention() if queries.is_cuda else flex_attention
-        return flex(queries, keys, values, block_mask=mask, enable_gqa=True)
-    return functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, enable_gqa=True
-    )
 
 
 class MLP(nn.Module):
