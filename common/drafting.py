@@ -197,9 +197,7 @@ def accumulate_gradients(
             taps=taps,
             attention=attention,
         )
-        loss = weighted_loss(
-            output, ends.head, batch.blocks, batch.weights, chunk_slots=CHUNK_SLOTS
-        )
+        loss = weighted_loss(output, ends.head, batch.blocks, batch.weights)
         (loss.loss / max(total_weight, 1e-12)).backward()
         sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
     loss_sum, *counts = world.sum(sums.tolist())
