@@ -1,7 +1,8 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
-#                       `make bench-target` for stage 2's wire and forward
+#                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
+#                       a step of stage 3
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
 # passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
@@ -10,7 +11,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize bench-wire bench-target clean
+.PHONY: demo test test-slow bench-tokenize bench-wire bench-target bench-step clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -29,6 +30,9 @@ bench-wire: .venv/ready
 
 bench-target: .venv/ready
 	@.venv/bin/python -m tests.gpu.bench_target
+
+bench-step: .venv/ready
+	@.venv/bin/python -m tests.bench.bench_step
 
 clean:
 	rm -rf .demo .cache
