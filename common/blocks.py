@@ -136,8 +136,9 @@ def mask_predicate(pack: Pack, blocks: Blocks, *, sliding_window: int | None) ->
     ) -> torch.Tensor:
         block, slot = q_idx // size, q_idx % size
         token = kv_idx.clamp(max=context_length - 1)
-        key_slot_index = (kv_idx - context_length).clamp(min=0)
-        key_block, key_slot = key_slot_index // size, key_slot_index % size
+        # Below 0 for context keys, which no block is. A clamp here, torch 2.13's inductor can't
+        # compile in create_block_mask ("vr must not be None for symbol q0").
+        key_block, key_slot = (kv_idx - context_length) // size, (kv_idx - context_length) % size
         before = (
             keep[block]
             & (documents[token] == anchor_document[block])

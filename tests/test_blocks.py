@@ -1,10 +1,11 @@
 """The one mask predicate against a plain loop, both forms of it, labels, weights and anchors."""
 
 import math
+import shutil
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.attention import GroupedMask, attend
@@ -98,6 +99,19 @@ def test_flex_forward_equals_sdpa_with_the_dense_mask(pack, kind):
             q, k, v, attn_mask=dense_mask(pack, blocks, sliding_window=window), enable_gqa=True
         )
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_the_compiled_block_mask_equals_the_eager_one(pack, monkeypatch):
+    """What a GPU does, by the same compiler front: it refused an earlier form of the predicate."""
+    blocks = blocks_of(pack)
+    eager = flex_mask(pack, blocks, sliding_window=6)
+    compiled = torch.compile(create_block_mask, dynamic=False)
+    monkeypatch.setattr("common.blocks.create_block_mask", compiled)
+    other = flex_mask(pack, blocks, sliding_window=6)
+    for one, two in zip(eager.as_tuple(), other.as_tuple(), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("per_group", [1, 3, 8, 100])
