@@ -30,7 +30,7 @@ class MaskGroup(NamedTuple):
 class GroupedMask:
     """A mask over (Q, S+Q) without the keys that no query of a group sees; `context_length` is S.
 
-    Its shapes depend on the data: for eager execution alone.
+    Its shapes depend on the data, so a compiled layer would be compiled anew for each.
     """
 
     context_length: int
@@ -45,7 +45,8 @@ def attend(
 ) -> torch.Tensor:
     """Grouped-head attention: queries (1, heads, Q, D), keys and values (1, kv heads, S+Q, D)."""
     if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention() if queries.is_cuda else flex_attention
+        outside = queries.is_cuda and not torch.compiler.is_compiling()
+        flex = _compiled_flex_attention() if outside else flex_attention
         return flex(queries, keys, values, block_mask=mask, enable_gqa=True)
     if isinstance(mask, GroupedMask):
         return _attend_in_groups(queries, keys, values, mask)
@@ -61,7 +62,6 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@torch.compiler.disable
 def _attend_in_groups(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: GroupedMask
 ) -> torch.Tensor:
@@ -84,3 +84,14 @@ def _attend_in_groups(
 
 def _split(x: torch.Tensor, context_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x[:, :, :context_length], x[:, :, context_length:]
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process so far.
+
+    It stands still once every kind of forward has run (training; evaluation, which has no
+    gradients): a step after that which raises it has met a new shape, and waited for a compiler.
+    """
+    from torch._dynamo.utils import counters  # a second and a half to import, only if compiling
+
+    return counters["stats"]["unique_graphs"]
