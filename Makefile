@@ -1,7 +1,8 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
-#                       `make bench-target` for stage 2's wire and forward
+#                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
+#                       a step of stage 3
 # make soak       a long served run whose processes are killed, against an undisturbed one
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
@@ -11,7 +12,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize bench-wire bench-target soak clean
+.PHONY: demo test test-slow bench-tokenize bench-wire bench-target bench-step soak clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -33,6 +34,9 @@ bench-target: .venv/ready
 
 soak: .venv/ready
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.soak
+
+bench-step: .venv/ready
+	@.venv/bin/python -m tests.bench.bench_step
 
 clean:
 	rm -rf .demo .cache

@@ -65,7 +65,9 @@ FREE_FLAGS = frozenset(
         "attention",
         "cache_dir",
         "cache_gb",
+        "checkpoint_layers",
         "checkpoint_uri",
+        "compile",
         "data",
         "debug",
         "dry_run",
@@ -164,6 +166,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="auto: sdpa on CPU, flex on CUDA",
     )
+    group.add_argument("--compile", action="store_true", help="the layers, on CUDA")
+    group.add_argument(
+        "--checkpoint-layers", action="store_true", help="less memory: activations made again"
+    )
     group.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -239,10 +245,9 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError(
             "--attention flex: torch has no backward of it on a CPU; use sdpa (same mask)"
         )
+    if args.compile and args.device == "cpu":
+        raise run.UsageError("--compile: only on CUDA; on a CPU the shapes of attention change")
     return args
-
-
-# ---- what the run stands on
 
 
 # ---- the loop

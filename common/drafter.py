@@ -6,7 +6,6 @@ maths is that of z-lab/dflash model.py: one fused context c = hidden_norm(fc(tap
 and values of every layer as it is, and block slots attend to [context ; block].
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from common.attention import AttentionMask, attend
 from common.run import UserError
 
 ARCHITECTURE = "DFlashDraftModel"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEAD_DIM = 128
-
-AttentionMask = torch.Tensor | BlockMask | None
 
 
 @dataclass(frozen=True)
@@ -278,23 +275,6 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-@functools.cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)  # on first use: inductor takes a second to import
-
-
-def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: AttentionMask
-) -> torch.Tensor:
-    """Attention through flex_attention for a BlockMask, SDPA for a dense mask or none."""
-    if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention() if queries.is_cuda else flex_attention
-        return flex(queries, keys, values, block_mask=mask, enable_gqa=True)
-    return functional.scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, enable_gqa=True
-    )
-
-
 class MLP(nn.Module):
     """SwiGLU without biases."""
 
@@ -349,7 +329,11 @@ class ContextCache:
 
 
 class Drafter(nn.Module):
-    """Fused taps and block embeddings in, drafter states out; the head is applied elsewhere."""
+    """Fused taps and block embeddings in, drafter states out; the head is applied elsewhere.
+
+    checkpoint_layers: keep only each layer's input and run it again in the backward: a third more
+    time in the layers, a layer's activations in memory instead of all layers'.
+    """
 
     def __init__(self, config: DrafterConfig, *, checkpoint_layers: bool = False) -> None:
         super().__init__()
@@ -359,6 +343,15 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def compile_layers(self, *, backend: str = "inductor") -> None:
+        """Compile each layer, one graph for all layers of a kind; to be called before fully_shard.
+
+        Only `forward` is replaced, so parameter names stay, and the hooks of fully_shard and the
+        recomputation of checkpoint_layers run outside of the graph. Static: shapes never change.
+        """
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
     def reset_parameters(self, *, seed: int) -> None:
         """Fresh weights, a function of `seed`: normal(0, initializer_range), norms at 1."""

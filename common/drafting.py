@@ -1,5 +1,6 @@
 """From packs to a drafter's output, and a step's gradients: what training and evaluation share."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,15 +62,31 @@ def padded_taps(
 ) -> torch.Tensor:
     """Lay hidden states (T, L*H) of each pack's documents over its S positions: (1, sum S, L*H).
 
-    Padding positions are zero. `like` gives the dtype and the device.
+    Padding positions are zero. `like` gives the dtype and the device. From the host to a GPU they
+    go through pinned memory on a stream of their own: the host is ahead of the GPU by most of a
+    micro-batch, so 210 MB a pack cross while the one before is in its backward.
     """
     length = sum(len(pack.input_ids) for pack in packs)
-    taps = torch.zeros(1, length, hidden[0].shape[1], dtype=like.dtype, device=like.device)
-    start = 0
-    for pack, states in zip(packs, hidden, strict=True):
-        taps[0, start : start + pack.num_tokens] = states.to(like.device, like.dtype)
-        start += len(pack.input_ids)
+    from_host = like.is_cuda and not any(states.is_cuda for states in hidden)
+    stream = _copy_stream(like.device) if from_host else None
+    with torch.cuda.stream(stream):
+        taps = torch.zeros(1, length, hidden[0].shape[1], dtype=like.dtype, device=like.device)
+        start = 0
+        for pack, states in zip(packs, hidden, strict=True):
+            source = states.pin_memory() if from_host and len(states) else states
+            place = taps[0, start : start + pack.num_tokens]
+            place.copy_(source, non_blocking=from_host)
+            start += len(pack.input_ids)
+    if stream is not None:
+        consumer = torch.cuda.current_stream(like.device)
+        consumer.wait_stream(stream)
+        taps.record_stream(consumer)  # else its memory could be given away while in use there
     return taps
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def draft_blocks(
@@ -189,14 +206,15 @@ def accumulate_gradients(
         ]
     )
     num_layers = len(config.target_layer_ids)
-    sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64)
-    figures = torch.zeros(3, num_layers, dtype=torch.float64)
+    # summed where they are: fetching them for each micro-batch would hold the host up
+    sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64, device=world.device)
+    figures = torch.zeros(3, num_layers, dtype=torch.float64, device=world.device)
     for index, batch in enumerate(batches):
         drafter.set_requires_gradient_sync(index == len(batches) - 1)
         states = [taps.hidden for taps in batch.taps]
         taps = padded_taps(batch.packs, states, ends.embedding)
         real = batch.pack.documents != PADDING
-        figures += tap_figures(taps, real, num_layers=num_layers).cpu()
+        figures += tap_figures(taps, real, num_layers=num_layers)
         output = draft_blocks(
             drafter,
             config,
@@ -206,11 +224,9 @@ def accumulate_gradients(
             taps=taps,
             attention=attention,
         )
-        loss = weighted_loss(
-            output, ends.head, batch.blocks, batch.weights, chunk_slots=CHUNK_SLOTS
-        )
+        loss = weighted_loss(output, ends.head, batch.blocks, batch.weights)
         (loss.loss / max(total_weight, 1e-12)).backward()
-        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised]).double().cpu()
+        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised])
     loss_sum, *counts = world.sum(sums.tolist())
     summed = world.sum(figures.flatten().tolist())
     return StepSums(
@@ -220,5 +236,5 @@ def accumulate_gradients(
         tokens=int(tokens),
         loss_tokens=int(loss_tokens),
         anchors=int(anchors),
-        tap_figures=torch.tensor(summed, dtype=torch.float64).view_as(figures),
+        tap_figures=torch.tensor(summed, dtype=torch.float64).view(figures.shape),
     )

@@ -96,7 +96,7 @@ def evaluate(
         if not counted:
             continue
         weights = decay_weights(blocks, gamma=gamma)
-        loss = weighted_loss(output, ends.head, blocks, weights, chunk_slots=CHUNK_SLOTS)
+        loss = weighted_loss(output, ends.head, blocks, weights)
         sums += torch.cat([loss.loss[None], loss.weight[None], loss.correct, loss.supervised])
         predictions = block_predictions(output, ends.head, chunk_slots=CHUNK_SLOTS)
         first = offsets[number] + start

@@ -1,16 +1,24 @@
 """Weighted cross-entropy through the target's frozen head, and acceptance lengths.
 
-Logits never exist for all slots: slots without supervision are dropped first, the rest go through
-the head in chunks. The head needs no gradient, so a chunk's gradient towards the drafter's states
-is formed while its logits are there: two matrix products a chunk, and nothing is computed again.
+Letters: Q slots, H hidden size, V vocabulary. Logits never exist for all words: slots without
+supervision are dropped first, the rest meet the head in tiles of the vocabulary. The head needs no
+gradient, so the one towards the drafter's states, softmax(logits) @ head - head[label], is summed
+up while a tile's logits are there, as flash attention sums softmax @ values: two matrix products a
+tile, and nothing is computed again. Tiles are of words with all slots, not of slots with all words:
+on a CPU the softmax then stays in the cache, and the products run a sixth faster (1,920 slots, 512
+wide, 65,536 words, against chunks of 256 slots).
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import softplus
 
 from common.blocks import Blocks
+
+# Half of a shared cache of 32 MB; on a GPU enough for full products, and little beside 96 GB.
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 
 
 @dataclass(frozen=True)
@@ -33,16 +41,19 @@ def weighted_loss(
     blocks: Blocks,
     weights: torch.Tensor,
     *,
-    chunk_slots: int,
+    tile_bytes: int | None = None,
 ) -> LossSums:
     """Sum of weights * cross-entropy of the slots' labels, not divided by anything.
 
-    hidden (Q, H), head (V, H) frozen, weights (Q,); softmax in float32. A batch without supervised
-    slots gives loss 0 and zero gradients.
+    hidden (Q, H), head (V, H) frozen, both of the compute dtype; weights (Q,); softmax in float32.
+    `tile_bytes` bounds the float32 logits that exist at once, TILE_BYTES by default. A batch
+    without supervised slots gives loss 0 and zero gradients.
     """
+    if tile_bytes is None:
+        tile_bytes = TILE_BYTES[hidden.device.type]
     chosen = torch.nonzero(blocks.supervised)[:, 0]
-    loss, correct = _ChunkedCrossEntropy.apply(
-        hidden[chosen], head, blocks.labels[chosen], weights[chosen], chunk_slots
+    loss, correct = _TiledCrossEntropy.apply(
+        hidden[chosen], head, blocks.labels[chosen], weights[chosen], tile_bytes
     )
     slots = chosen % blocks.block_size
     counts = torch.zeros(2, blocks.block_size, device=hidden.device)
@@ -51,8 +62,14 @@ def weighted_loss(
     return LossSums(loss, weights[chosen].sum(), counts[0], counts[1])
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of weighted cross-entropy, and which slots' argmax is the label."""
+class _TiledCrossEntropy(torch.autograd.Function):
+    """Sum of weighted cross-entropy, and which slots' argmax is the label.
+
+    The softmax of a slot is kept apart from its label: the label's logit, and over all other words
+    the highest logit, the sum of exp(logit - highest), and that sum weighted by the words' rows of
+    the head. So 1 - p(label) is never a difference, and bf16 keeps the small gradients of slots
+    that are nearly right.
+    """
 
     @staticmethod
     def forward(
@@ -61,32 +78,52 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         head: torch.Tensor,
         labels: torch.Tensor,
         weights: torch.Tensor,
-        chunk_slots: int,
+        tile_bytes: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = torch.zeros((), device=hidden.device)
-        correct = torch.zeros(len(labels), device=hidden.device)
-        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(labels), chunk_slots):
-            part = slice(start, start + chunk_slots)
-            label, weight = labels[part, None], weights[part]
-            logits = (hidden[part] @ head.T).float()
-            correct[part] = (logits.argmax(-1) == label[:, 0]).float()
-            normalizer = logits.logsumexp(-1)
-            loss += (weight * (normalizer - logits.gather(1, label)[:, 0])).sum()
-            if gradient is not None:
-                # d loss / d logits = weight * (softmax - onehot), written over the logits
-                logits.sub_(normalizer[:, None]).exp_()
-                logits.scatter_add_(1, label, torch.full_like(label, -1, dtype=logits.dtype))
-                logits.mul_(weight[:, None])
-                gradient[part] = logits.to(head.dtype) @ head
-        ctx.save_for_backward(gradient)
+        labels = labels[:, None]
+        highest = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
+        others, label_logit = torch.zeros_like(highest), torch.zeros_like(highest)
+        rival = torch.zeros_like(labels)  # the first word with the highest logit
+        needs_gradient = ctx.needs_input_grad[0]
+        pull = torch.zeros(hidden.shape, device=hidden.device) if needs_gradient else None
+        start = 0
+        for tile in head.split(_tile_words(len(labels), tile_bytes)):
+            logits = (hidden @ tile.T).float()
+            column = labels - start
+            here = (column >= 0) & (column < len(tile))
+            column = column.clamp(0, len(tile) - 1)
+            found = logits.gather(1, column)
+            label_logit = torch.where(here, found, label_logit)
+            logits.scatter_(1, column, torch.where(here, -torch.inf, found))
+            top, word = logits.max(1, keepdim=True)
+            rival = torch.where(top > highest, word + start, rival)
+            before, highest = highest, torch.maximum(highest, top)
+            shrink = (before - highest).exp_()
+            logits.sub_(highest).exp_()
+            others.mul_(shrink).add_(logits.sum(1, keepdim=True))
+            if pull is not None:
+                pull.mul_(shrink).add_(logits.to(head.dtype) @ tile)
+            start += len(tile)
+        behind = others.log() + highest - label_logit  # log of (1 - p) / p for the label's p
+        if pull is not None:
+            # weight * (1 - p) * (the other words' mean row - the label's row)
+            pull.div_(others).sub_(head[labels[:, 0]]).mul_(weights[:, None] * behind.sigmoid())
+            ctx.save_for_backward(pull.to(hidden.dtype))
+        # bf16 logits tie often: as argmax, the first of equals wins
+        won = (label_logit > highest) | ((label_logit == highest) & (labels < rival))
+        correct = won[:, 0].float()
         ctx.mark_non_differentiable(correct)
-        return loss, correct
+        return (weights * softplus(behind[:, 0])).sum(), correct
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return upstream[0].to(gradient.dtype) * gradient, None, None, None, None
+
+
+def _tile_words(slots: int, tile_bytes: int) -> int:
+    """Words whose float32 logits for so many slots fill a tile, in multiples of 64."""
+    return max(1, tile_bytes // (4 * max(slots, 1)) // 64) * 64
 
 
 @torch.no_grad()

@@ -252,11 +252,13 @@ def build_drafter(
     config: DrafterConfig, args: argparse.Namespace, world: dist.World
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The drafter with fresh float32 weights, sharded over all ranks, and its AdamW."""
-    drafter = Drafter(config)
+    drafter = Drafter(config, checkpoint_layers=args.checkpoint_layers)
     drafter.reset_parameters(seed=args.seed)
     if args.init_from is not None:
         load_weights(drafter, args.init_from)
     drafter.to(world.device)
+    if args.compile:
+        drafter.compile_layers()
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common import run
+from common.attention import num_compiled_graphs
 from common.batches import ShardPacking
 from common.feed import StepFeed
 from common.lifetime import Stopped
@@ -21,6 +22,7 @@ class StepProgress:
     def __init__(self, training: Training) -> None:
         self._training, self.steps = training, 0
         self.memory: Memory | None = None
+        self._graphs = 0
         self._bar = None
         if training.journal is not None:
             self._bar = run.Progress(training.log, total=training.state.horizon, unit="step")
@@ -57,6 +59,16 @@ class StepProgress:
             training.log.info(step_line(entry, state.horizon))
         if self.steps == SELF_CHECK_STEP:
             training.log.info(self._self_check(entry))
+        if training.world.device.type == "cuda":
+            self._watch_compiler()
+
+    def _watch_compiler(self) -> None:
+        """Shapes never change, so nothing is compiled once every kind of forward has run."""
+        graphs, state = num_compiled_graphs(), self._training.state
+        warm = self.steps > SELF_CHECK_STEP and state.evaluated != state.step - 1
+        if warm and graphs > self._graphs:
+            self._training.log.warning(f"step={state.step} compiled again: {graphs} graphs now")
+        self._graphs = graphs
 
     def _self_check(self, entry: Mapping[str, Any]) -> str:
         training = self._training

@@ -1,22 +1,24 @@
 """The one mask predicate against a plain loop, both forms of it, labels, weights and anchors."""
 
 import math
+import shutil
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.attention import GroupedMask, attend
 from common.blocks import (
     PADDING,
     Pack,
     decay_weights,
     dense_mask,
     flex_mask,
+    grouped_mask,
     layer_masks,
     legal_anchors,
     make_blocks,
-    mask_predicate,
     sample_anchors,
 )
 
@@ -72,7 +74,7 @@ def allowed(pack, anchors, keep, query, key, window):
 @pytest.mark.parametrize("window", [None, 4, 7])
 def test_the_mask_equals_a_loop_over_all_pairs(pack, window):
     blocks = blocks_of(pack)
-    mask = dense_mask(mask_predicate(pack, blocks, sliding_window=window), pack, blocks)
+    mask = dense_mask(pack, blocks, sliding_window=window)
     queries, keys = len(ANCHORS) * SIZE, len(pack.input_ids) + len(ANCHORS) * SIZE
     assert mask.shape == (1, 1, queries, keys) and mask.dtype == torch.bool
     for query in range(queries):
@@ -86,29 +88,78 @@ def test_the_mask_equals_a_loop_over_all_pairs(pack, window):
 def test_flex_forward_equals_sdpa_with_the_dense_mask(pack, kind):
     blocks = blocks_of(pack)
     window = 6 if kind == "sliding_attention" else None
-    predicate = mask_predicate(pack, blocks, sliding_window=window)
     queries, keys = len(ANCHORS) * SIZE, len(pack.input_ids) + len(ANCHORS) * SIZE
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, n, 16) for h, n in ((4, queries), (2, keys), (2, keys)))
     with torch.no_grad():
         flex = flex_attention(
-            q, k, v, block_mask=flex_mask(predicate, pack, blocks), enable_gqa=True
+            q, k, v, block_mask=flex_mask(pack, blocks, sliding_window=window), enable_gqa=True
         )
         dense = scaled_dot_product_attention(
-            q, k, v, attn_mask=dense_mask(predicate, pack, blocks), enable_gqa=True
+            q, k, v, attn_mask=dense_mask(pack, blocks, sliding_window=window), enable_gqa=True
         )
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_the_compiled_block_mask_equals_the_eager_one(pack, monkeypatch):
+    """What a GPU does, by the same compiler front: it refused an earlier form of the predicate."""
+    blocks = blocks_of(pack)
+    eager = flex_mask(pack, blocks, sliding_window=6)
+    compiled = torch.compile(create_block_mask, dynamic=False)
+    monkeypatch.setattr("common.blocks.create_block_mask", compiled)
+    other = flex_mask(pack, blocks, sliding_window=6)
+    for one, two in zip(eager.as_tuple(), other.as_tuple(), strict=True):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("per_group", [1, 3, 8, 100])
+@pytest.mark.parametrize("window", [None, 4, 7])
+def test_groups_leave_out_only_what_no_slot_sees(pack, monkeypatch, window, per_group):
+    monkeypatch.setattr("common.blocks.GROUP_BLOCKS", per_group)
+    blocks = blocks_of(pack)
+    dense = dense_mask(pack, blocks, sliding_window=window)
+    grouped = grouped_mask(pack, blocks, sliding_window=window)
+    length, rebuilt = grouped.context_length, torch.zeros_like(dense)
+    for queries, context, mask in grouped.groups:
+        seen = mask.shape[-1] - (queries.stop - queries.start)
+        assert seen == context.stop - context.start
+        rebuilt[:, :, queries, context] = mask[..., :seen]
+        own = slice(length + queries.start, length + queries.stop)
+        rebuilt[:, :, queries, own] = mask[..., seen:]
+    assert torch.equal(rebuilt, dense)
+
+
+def test_attention_in_groups_equals_the_dense_one_with_its_gradients(pack):
+    blocks = blocks_of(pack)
+    queries, keys = len(ANCHORS) * SIZE, len(pack.input_ids) + len(ANCHORS) * SIZE
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, n, 16) for h, n in ((4, queries), (2, keys), (2, keys))]
+    results = []
+    for make in (dense_mask, grouped_mask):
+        given = [x.clone().requires_grad_() for x in inputs]
+        output = attend(*given, make(pack, blocks, sliding_window=6))
+        output.square().sum().backward()
+        results.append([output.detach(), *[x.grad for x in given]])
+    for grouped, dense in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(grouped, dense, atol=1e-5, rtol=1e-5)
 
 
 def test_each_layer_type_gets_its_own_mask(pack):
     blocks = blocks_of(pack)
     kinds = ("sliding_attention", "full_attention", "sliding_attention")
+    for attention, form in (("sdpa", GroupedMask), ("flex", BlockMask)):
+        masks = layer_masks(pack, blocks, layer_types=kinds, sliding_window=4, attention=attention)
+        assert set(masks) == set(kinds)
+        assert all(isinstance(mask, form) for mask in masks.values())
     masks = layer_masks(pack, blocks, layer_types=kinds, sliding_window=4, attention="sdpa")
-    assert set(masks) == set(kinds)
-    full = dense_mask(mask_predicate(pack, blocks, sliding_window=None), pack, blocks)
-    assert torch.equal(masks["full_attention"], full)
-    assert (masks["sliding_attention"] & ~full).sum() == 0
-    assert not torch.equal(masks["sliding_attention"], full)
+    sizes = {kind: sum(int(group.mask.sum()) for group in masks[kind].groups) for kind in kinds}
+    assert sizes == {
+        "full_attention": int(dense_mask(pack, blocks, sliding_window=None).sum()),
+        "sliding_attention": int(dense_mask(pack, blocks, sliding_window=4).sum()),
+    }
+    assert sizes["sliding_attention"] < sizes["full_attention"]
 
 
 def test_inputs_labels_and_supervision_slot_by_slot(pack):

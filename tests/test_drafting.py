@@ -1,0 +1,169 @@
+"""Micro-batches have one shape whatever their rows; compiled layers are the layers."""
+
+import dataclasses
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import create_block_mask
+
+from common import dist
+from common.attention import num_compiled_graphs
+from common.blocks import dense_mask, flex_mask
+from common.drafter import Drafter, DrafterConfig
+from common.drafting import TargetEnds, accumulate_gradients, micro_batches, padded_taps
+from common.feed import ReadyStep
+from common.target import Taps
+from tests.gradients import make_pack
+
+WORDS, HIDDEN, SIZE, ANCHORS = 128, 64, 8, 12
+# full packs and nearly empty ones, many short documents, none at all, none long enough to draft
+ROWS = [(128,), (100, 20, 8), (5,) * 20, (), (1, 1, 1), (60, 60), (2,), (128,)]
+
+
+def make_config() -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=256,
+        vocab_size=WORDS,
+        block_size=SIZE,
+        mask_token_id=WORDS - 1,
+        target_layer_ids=(0, 1),
+        num_target_layers=6,
+        layer_types=("sliding_attention",) * 2 + ("full_attention",),
+        sliding_window=16,
+    )
+
+
+def make_batches(rows, *, size=1, step=1):
+    generator = np.random.default_rng(step)
+    packs = tuple(make_pack(lengths, generator) for lengths in rows)
+    taps = []
+    for pack in packs:
+        future = Future()
+        states = generator.standard_normal((pack.num_tokens, 2 * HIDDEN), dtype=np.float32)
+        future.set_result(Taps(torch.from_numpy(states), None))
+        taps.append(future)
+    return micro_batches(
+        ReadyStep(None, 0, packs, tuple(taps)), make_config(), step=step, seed=0, size=size,
+        num_anchors=ANCHORS, gamma=4.0, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def make_ends() -> TargetEnds:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(2, WORDS, HIDDEN, generator=generator)
+    return TargetEnds(table[0], table[1])
+
+
+def shapes(batch):
+    """Shape, dtype and strides of all that a forward and its masks are made of."""
+    config, ends = make_config(), make_ends()
+    taps = padded_taps(batch.packs, [taps.hidden for taps in batch.taps], ends.embedding)
+    found = {"taps": taps, "weights": batch.weights}
+    for part in (batch.pack, batch.blocks):
+        found |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    for window in (None, config.sliding_window):
+        found[f"dense {window}"] = dense_mask(batch.pack, batch.blocks, sliding_window=window)
+        mask = flex_mask(batch.pack, batch.blocks, sliding_window=window)
+        tensors = [part for part in mask.as_tuple() if isinstance(part, torch.Tensor)]
+        found |= {f"flex {window} {index}": tensor for index, tensor in enumerate(tensors)}
+    return {name: (x.shape, x.dtype, x.stride()) for name, x in found.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_micro_batch_has_the_same_shapes_whatever_its_rows(size):
+    found = [shapes(batch) for batch in make_batches(ROWS, size=size)]
+    assert len(found) == len(ROWS) // size and len(found[0]) > 12
+    assert all(each == found[0] for each in found)
+
+
+def draft(drafter, batch, attention):
+    """The drafter's output over the dense masks or the flex ones."""
+    config, ends = drafter.config, make_ends()
+    make = dense_mask if attention == "sdpa" else flex_mask
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    return drafter(
+        padded_taps(batch.packs, [taps.hidden for taps in batch.taps], ends.embedding),
+        ends.embedding[batch.blocks.input_ids][None],
+        context_positions=batch.pack.positions[None],
+        block_positions=batch.blocks.positions[None],
+        masks={
+            kind: make(batch.pack, batch.blocks, sliding_window=window)
+            for kind, window in windows.items()
+        },
+    )
+
+
+def test_layers_of_unlike_rows_are_compiled_once():
+    """What a GPU runs compiled, with a backend that makes no code."""
+    torch._dynamo.reset()
+    drafter = Drafter(make_config())
+    drafter.compile_layers(backend="aot_eager")
+    first, *others = make_batches(ROWS)
+    before = num_compiled_graphs()
+    draft(drafter, first, "sdpa").square().mean().backward()
+    warm = num_compiled_graphs()
+    assert warm > before
+    for batch in others:
+        draft(drafter, batch, "sdpa").square().mean().backward()
+    assert num_compiled_graphs() == warm
+    wider = make_batches([(128,), (40,)], size=2)[0]
+    draft(drafter, wider, "sdpa").square().mean().backward()
+    assert num_compiled_graphs() > warm, "the counter sees a new shape"
+
+
+@torch.no_grad()  # flex has no backward on a CPU
+def test_flex_masks_and_layers_of_unlike_rows_are_compiled_once(monkeypatch):
+    torch._dynamo.reset()
+    plain, drafter = Drafter(make_config()), Drafter(make_config())
+    for each in (plain, drafter):
+        each.reset_parameters(seed=0)
+    drafter.compile_layers(backend="aot_eager")
+    compiled = torch.compile(create_block_mask, backend="eager", dynamic=False)
+    monkeypatch.setattr("common.blocks.create_block_mask", compiled)
+    counts = []
+    for batch in make_batches(ROWS):
+        flex, dense = draft(drafter, batch, "flex"), draft(plain, batch, "sdpa")
+        torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
+        counts.append(num_compiled_graphs())
+    assert 0 < counts[0] == counts[-1]
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_and_checkpointed_layers_give_the_same_step(compiled, checkpoint_layers):
+    torch._dynamo.reset()
+    batches, results = make_batches(ROWS[:3]), []
+    with dist.start("cpu") as world:
+        for changed in (False, True):
+            drafter = Drafter(make_config(), checkpoint_layers=changed and checkpoint_layers)
+            drafter.reset_parameters(seed=0)
+            if changed and compiled:
+                drafter.compile_layers(backend="aot_eager")
+            for module in (*drafter.layers, drafter):
+                fully_shard(module, mesh=world.mesh)
+            before = num_compiled_graphs()
+            sums = accumulate_gradients(
+                drafter, make_config(), make_ends(), batches, attention="sdpa", world=world
+            )
+            assert (num_compiled_graphs() > before) == (changed and compiled)
+            gradients = {name: p.grad.full_tensor() for name, p in drafter.named_parameters()}
+            results.append((sums, gradients))
+    (plain, gradients), (other, other_gradients) = results
+    assert other.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert (other.correct, other.supervised) == (plain.correct, plain.supervised)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
