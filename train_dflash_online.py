@@ -19,6 +19,7 @@ Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
 
 import argparse
 import contextlib
+import errno
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -482,6 +483,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise run.UserError(
                 "out of GPU memory: lower --micro-batch, --anchor-ratio or --pack-length "
                 f"({str(error).splitlines()[0]})"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise run.UserError(
+                f"--output {args.output}: the disk is full; make room and rerun to go on from the "
+                "last checkpoint"
             ) from error
 
 

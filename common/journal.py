@@ -7,9 +7,11 @@ eval_acceptance_length, eval_walked_acceptance_length, eval_slot_accuracy, eval_
 that end in _s or _per_s and `time` are the only ones that differ between equal runs.
 """
 
+import contextlib
 import importlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ class Journal:
     def __init__(
         self, folder: Path, *, resume_step: int, report_to: str, settings: Mapping[str, Any]
     ) -> None:
-        self._folder = folder
+        self._folder, self._warned = folder, False
         self._reporter = open_reporter(report_to, folder, settings)
         self._path = folder / METRICS_FILE
         kept = [
@@ -50,28 +52,46 @@ class Journal:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one entry, with the time added; readers see whole lines."""
+        """Append one entry, with the time added; readers see whole lines.
+
+        A full disk is a warning: what could not be written is tried again with the next entry.
+        """
         entry = {**entry, "time": utc_now()}
-        self._file.write(_line(entry))
-        self._file.flush()
         self.acceptance_length = entry.get("eval_walked_acceptance_length", self.acceptance_length)
         scalars = {
             key: value
             for key, value in entry.items()
             if isinstance(value, (int, float)) and key != "step"
         }
-        for key, value in scalars.items():
-            self._board.add_scalar(key, value, entry["step"])
+        with self._forgiving():
+            self._file.write(_line(entry))
+            self._file.flush()
+        with self._forgiving():
+            for key, value in scalars.items():
+                self._board.add_scalar(key, value, entry["step"])
         if self._reporter is not None:
             self._reporter.log(scalars, step=entry["step"])
 
     def draw_curves(self) -> None:
         """Write curves.png anew from all metrics so far."""
-        draw_curves(read_metrics(self._folder), self._folder / "curves.png")
+        with self._forgiving():
+            draw_curves(read_metrics(self._folder), self._folder / "curves.png")
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                logging.getLogger(__name__).warning(
+                    f"{self._folder}: cannot write metrics and curves there ({error.strerror})"
+                )
+            self._warned = True
 
     def close(self) -> None:
-        self._file.close()
-        self._board.close()
+        for part in (self._file, self._board):
+            with self._forgiving():
+                part.close()
         if self._reporter is not None:
             self._reporter.finish()
 
@@ -130,9 +150,12 @@ def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
         if axes.lines and len(axes.lines[0].get_xdata()):
             axes.legend()
     temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    pyplot.close(figure)
-    temporary.replace(path)
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        temporary.replace(path)
+    finally:
+        pyplot.close(figure)
+        temporary.unlink(missing_ok=True)
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from common.drafter import Drafter, DrafterConfig
 from common.guards import BAND_STEPS, MAX_SKIPPED, Guards, HiddenStateBand, tap_figures
-from common.journal import read_metrics
+from common.journal import Journal, read_metrics
 from common.run import UserError
 from common.setup import load_weights
 from common.status import Status, print_status, read_status
@@ -162,6 +163,26 @@ def test_another_tokenizer_is_refused(parts, tmp_path):
     result = train(data, other, tmp_path / "run")
     assert result.returncode == 1
     assert "another tokenizer.json" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's
+def test_a_full_disk_is_a_warning_and_what_it_refused_is_written_later(tmp_path, caplog):
+    journal = Journal(tmp_path, resume_step=0, report_to="none", settings={})
+    journal.write({"step": 1, "loss": 2.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))  # as a full disk: EFBIG
+    try:
+        for step in (2, 3):
+            journal.write({"step": step, "loss": 2.0})
+        journal.draw_curves()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.write({"step": 4, "loss": 2.0})
+    journal.close()
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert sum("cannot write metrics" in line for line in caplog.messages) == 1
+    assert not list(tmp_path.glob(".*png*"))
 
 
 def test_the_status_is_rewritten_and_mirrored(tmp_path, capsys):

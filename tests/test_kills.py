@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.soak import soak, step_of
 from tests.tiny_run import (
     ENVIRONMENT,
@@ -24,6 +24,7 @@ from tests.tiny_run import (
     make_inputs,
     make_target,
     tokenize,
+    train,
     training_command,
 )
 
@@ -31,80 +32,32 @@ TORCHRUN = (
     "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
     "--signals-to-handle", "SIGTERM,SIGINT",
 )  # fmt: skip
-# forks trainers, whose imports alone would take most of their time: a line of flags in, out the
-# process id and, at its end, its wait status
-FORKING = """
-import os, shlex, sys
-import train_dflash_online
-from common import run
-
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        sys.argv[1:] = shlex.split(line)
-        run.exit_with(train_dflash_online.main, skip_teardown=True)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
-class Trainers:
-    """Runs trainers one after the other."""
-
-    def __init__(self, log: Path):
-        self.log = log.open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, text=True, env=ENVIRONMENT, cwd=Path(TRAINER).parent,
-        )  # fmt: skip
-
-    def start(self, command: list[str]) -> int:
-        self._process.stdin.write(shlex.join(command) + "\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def wait(self) -> int:
-        return self._line()
-
-    def _line(self) -> int:
-        while not (line := self._process.stdout.readline().strip()).isdigit():
-            assert self._process.poll() is None  # other lines are the trainer's table
-        return int(line)
-
-    def close(self):
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self.log.close()
-
-
-@pytest.fixture
-def trainers(tmp_path):
-    trainers = Trainers(tmp_path / "log.txt")
-    yield trainers
-    trainers.close()
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_change_nothing(tmp_path, trainers, kills):
+def test_kills_change_nothing(tmp_path, kills):
     target = make_target(tmp_path / "target")
     data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
     flags = ("--save-every", "2", "--max-steps", str(3 * kills + 4), "--eval-every", "9")
-    trainers.start(training_command(data, target, tmp_path / "calm", *flags))
-    assert trainers.wait() == 0, (tmp_path / "log.txt").read_text()
+    calm = train(data, target, tmp_path / "calm", *flags)
+    assert calm.returncode == 0, calm.stderr
     chance = random.Random(0)
-    output = tmp_path / "killed"
+    output, log = tmp_path / "killed", tmp_path / "log.txt"
     command = training_command(data, target, output, *flags)
-    for number in range(kills):
-        process = trainers.start(command)
+    for _ in range(kills):
+        process = forked.start(
+            "train_dflash_online", command, environment=ENVIRONMENT, stdout=log, stderr=log
+        )
         last = step_of(output) + chance.randint(1, 4)
         while step_of(output) < min(last, 3 * kills + 3):
+            assert process.is_alive(), log.read_text()
             time.sleep(0.01)
         time.sleep(chance.random() * 0.3)  # in a step, an evaluation, a checkpoint
-        os.kill(process, signal.SIGKILL)
-        status = trainers.wait()
-        assert status == signal.SIGKILL, (number, (tmp_path / "log.txt").read_text())
-    trainers.start(command)
-    assert trainers.wait() == 0, (tmp_path / "log.txt").read_text()
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, log.read_text()
+    last = train(data, target, output, *flags)
+    assert last.returncode == 0, last.stderr
     assert_same_run(tmp_path / "calm", output, tmp_path)
 
 

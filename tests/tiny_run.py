@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.journal import read_metrics
 from demo import tokenizer as demo_tokenizer
+from tests import forked
 from tests.tiny_models import tiny_target
 
 ROOT = Path(__file__).parent.parent
@@ -67,12 +68,18 @@ def train(
     data: Path | str, target: Path, output: Path, *flags: str, ranks: int = 0
 ) -> subprocess.CompletedProcess:
     """Run the trainer to its end: by itself, or under torchrun on `ranks` ranks."""
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        launcher += ["--signals-to-handle", "SIGTERM,SIGINT"]
-    command = [*launcher, TRAINER, *training_command(data, target, output, *flags)]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    command = training_command(data, target, output, *flags)
+    if not ranks:
+        return forked.run_to_end(
+            "train_dflash_online", command, environment=ENVIRONMENT, timeout=240
+        )
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={ranks}", "--signals-to-handle", "SIGTERM,SIGINT", TRAINER),
+    ]
+    return subprocess.run(
+        [*torchrun, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
 
 
 def comparable(output: Path) -> list[dict]:
