@@ -249,7 +249,7 @@ def test_a_status_line_tells_what_is_done(target_folder, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "streams=2" in line]
-    for field in ("requests=5", "tokens/s=", "busy=", "queue=0"):
+    for field in ("requests=5", "tok/s_last_10s=", "busy=", "queue=0"):
         assert field in line
 
 
