@@ -29,9 +29,10 @@ RETRY_S = 0.5
 DESCRIBE_TIMEOUT_S = 10.0
 KEPT_BYTES = {-3: 32 << 20, -1: 256 << 20}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 # what OpenSSL says in a failed handshake, and what a person has to do; no later try can help
+TLS_FLAG = "--tls-root-certs (with --ping --tls-cert)"
 TLS_ERRORS = {
-    "certificate verify failed": "its certificate is not the one of --tls-cert",
-    "wrong version number": "it does not speak TLS: leave out --tls-cert",
+    "certificate verify failed": f"its certificate is not the one of {TLS_FLAG}",
+    "wrong version number": f"it does not speak TLS: leave out {TLS_FLAG}",
 }
 SILENT_S = 10.0  # an answer that takes longer has its server asked whether it lives
 LIFE_SIGN_TIMEOUT_S = 10.0
@@ -320,7 +321,7 @@ def _tls_problem(address: str, error: BaseException, *, has_tls: bool) -> str | 
             return meaning
     # a server that wants TLS says nothing to those who come without
     if not has_tls and "Socket closed" in str(error) and _speaks_tls(address):
-        return "it speaks TLS: give its --tls-cert"
+        return f"it speaks TLS: give its certificate as {TLS_FLAG}"
     return None
 
 

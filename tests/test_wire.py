@@ -444,7 +444,7 @@ def test_tls_with_a_token_gives_the_same_bits_and_lets_nobody_else_in(own, apart
         for options, reason in (
             ({"token": b"other", "tls_root_certs": certificate}, "refuses the token"),
             ({"token": b"secret", "tls_root_certs": stranger}, "certificate is not the one"),
-            ({"token": b"secret"}, "it speaks TLS: give its --tls-cert"),
+            ({"token": b"secret"}, "it speaks TLS: give its certificate"),
         ):
             with pytest.raises(UserError, match=reason):
                 describe(address, **options)
