@@ -34,6 +34,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors reach us as except
 PROTOCOL_VERSION = 1
 ANSWER_BYTES = 2_000_000  # of one record batch: larger ones travel at half the speed
 MAX_ID_BYTES = 256  # of a request's id, which is sent back with each batch of the answer
+MAX_TOKEN_BYTES, SPARE_BYTES = 16, 65_536  # of a request: an id, an offset, bits for nulls
 # of a description: which may differ between servers that give the same hidden states
 FREE_FACTS = ("target", "max_tokens_per_request")
 
@@ -160,6 +161,9 @@ def read_documents(batch: pa.RecordBatch | None, *, max_tokens: int) -> list[np.
     if column.type != pa.list_(pa.int32()):
         raise ValueError(f"input_ids must be list<int32> without nulls, not {column.type}")
     check_size(len(column), max_tokens)  # a document has a token at least
+    size, most = batch.get_total_buffer_size(), MAX_TOKEN_BYTES * max_tokens + SPARE_BYTES
+    if size > most:
+        raise ValueError(f"{size} bytes in one request; at most {most}")
     batch.validate(full=True)  # offsets that do not rise, buffers that end too early
     if column.null_count or column.values.null_count:
         raise ValueError("input_ids must be list<int32> without nulls, and holds null tokens")

@@ -215,6 +215,14 @@ def test_a_malformed_request_is_answered_with_the_problem(own, name, column, mes
             assert re.search(message, problem["error"]), problem["error"]
 
 
+def test_a_request_of_many_bytes_and_few_tokens_is_refused():
+    """pyarrow's own writer leaves out what offsets do not name; others need not."""
+    tokens = pa.array(np.zeros(100_000, np.int32))
+    column = pa.ListArray.from_arrays(pa.array([0, 3], pa.int32()), tokens)
+    with pytest.raises(ValueError, match="bytes in one request"):
+        wire.read_documents(pa.record_batch({"input_ids": column}), max_tokens=200)
+
+
 def test_a_long_id_is_refused_and_not_sent_back(own):
     batch = batch_of([np.zeros(3, np.int32)])
     with serve(own) as server, exchange(server, batch.schema) as (writer, reader):
