@@ -20,12 +20,13 @@ import argparse
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -38,13 +39,16 @@ import torch
 
 from common import run
 from common.client import describe, server_stats
+from common.lifetime import Waiting
 from common.server import HiddenStateServer
 from common.shards import TokenizedDataset
 from common.store import add_store_arguments, open_store
 from common.stored import StoredPlan
 from common.storing import (
     check_room,
+    committed_bytes,
     first_rows,
+    only_writer,
     settle_stored_plan,
     token_bytes,
     write_hidden_states,
@@ -56,7 +60,14 @@ from common.target import (
     target_facts,
 )
 from common.timing import peak_memory_bytes
-from common.wire import ColocatedHiddenStates, read_secret
+from common.wire import (
+    ColocatedHiddenStates,
+    bearer,
+    read_certificates,
+    read_secret,
+    read_server_certificate,
+)
+from common.workfolder import work_folder
 
 STATUS_LOOKS = 50  # of 0.2 s: what the rates are taken over
 SAMPLE_TOKENS = 2048  # of the forward that --check times
@@ -96,12 +107,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--limit", type=run.positive_int, help="its first rows, so many")
     group.add_argument("--work-dir", type=Path, help="local space for one file [/tmp]")
     group.add_argument(
-        "--data-timeout", type=float, default=300.0, help="seconds to wait for plan and shards"
+        "--data-timeout",
+        type=run.non_negative_float,
+        default=300.0,
+        help="seconds to wait for plan and shards",
     )
     add_store_arguments(group)
     group = parser.add_argument_group("instead of serving")
     group.add_argument("--check", action="store_true", help="compare taps with the model, and exit")
     group.add_argument("--ping", metavar="HOST:PORT", help="print what a server serves, and exit")
+    group.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # ends when that process does
     args = parser.parse_args(argv)
     try:
         return resolve(args)
@@ -111,21 +126,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones left open."""
-    if args.ping:
+    if args.ping is not None:
+        split_address(args.ping.rpartition("://")[2], "--ping")
         return args
     if not args.target:
         raise run.UsageError("the following arguments are required: --target")
-    host, _, port = args.listen.rpartition(":")
-    args.address = host
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or int(port) > 65_535:
-        raise run.UsageError(f"--listen {args.listen}: must be HOST:PORT")
-    args.host, args.port = host, int(port)
-    if not is_loopback(host) and not args.token_file:
+    args.host, args.port = split_address(args.listen, "--listen")
+    args.address = args.listen.rpartition(":")[0]
+    if not is_loopback(args.host) and not args.token_file:
         raise run.UsageError(
             f"--listen {args.listen}: beyond this machine a --token-file is needed, so that not "
             "everybody can use the target"
         )
+    if args.check and args.data:
+        raise run.UsageError("--check and --data exclude each other")
+    if args.layers and len(set(args.layers)) != len(args.layers):
+        raise run.UsageError(f"--layers {','.join(map(str, args.layers))}: must be distinct")
     if len({bool(flag) for flag in (args.data, args.output, args.limit)}) > 1:
         raise run.UsageError("--data, --output and --limit must be given together")
     if bool(args.tls_cert) != bool(args.tls_key):
@@ -136,9 +152,25 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     args.devices = args.devices.split(",")
     for device in args.devices:
         check_device(device)
+    if args.port and args.port + len(args.devices) - 1 > 65_535:
+        raise run.UsageError(
+            f"--listen {args.listen}: {len(args.devices)} devices need ports up to "
+            f"{args.port + len(args.devices) - 1}, and the last one is 65535"
+        )
     if args.dtype == "auto":
         args.dtype = "float32" if args.devices[0] == "cpu" else "bfloat16"
     return args
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """The parts of HOST:PORT or [IPV6]:PORT. Raises UsageError that names the flag."""
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if ":" in host and host != f"[{bare}]":
+        raise run.UsageError(f"{flag} {text}: an address of IPv6 needs brackets: [{host}]:{port}")
+    if not bare or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
+        raise run.UsageError(f"{flag} {text}: must be HOST:PORT")
+    return bare, int(port)
 
 
 def check_device(name: str) -> None:
@@ -146,15 +178,18 @@ def check_device(name: str) -> None:
         device = torch.device(name)
     except RuntimeError as error:
         raise run.UsageError(f"--devices {name}: not a device like cuda:0 or cpu") from error
+    if device.type not in ("cpu", "cuda"):
+        raise run.UsageError(f"--devices {name}: not a device like cuda:0 or cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise run.UsageError(f"--devices {name}: {torch.cuda.device_count()} GPUs are visible here")
 
 
 def is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def load_target(args: argparse.Namespace, device: str, log: Any) -> Target:
@@ -190,18 +225,19 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     """Serve one device until SIGTERM or Ctrl-C."""
     began, started = time.monotonic(), run.utc_now()
     check_port(args)
-    token, certificate, key = map(read_secret, (args.token_file, args.tls_cert, args.tls_key))
+    token = read_token(args.token_file)
+    certificates = read_server_certificate(args.tls_cert, args.tls_key)
     target = load_target(args, args.devices[0], log)
     hidden_states = ColocatedHiddenStates(
         target, max_tokens_per_request=args.max_tokens_per_request
     )
-    scheme = "grpc+tls" if certificate else "grpc"
+    scheme = "grpc+tls" if certificates else "grpc"
     try:
         server = HiddenStateServer(
             f"{scheme}://{args.address}:{args.port}",
             hidden_states,
             token=token,
-            tls_certificates=[(certificate, key)] if certificate and key else [],
+            tls_certificates=certificates,
         )
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
@@ -229,6 +265,14 @@ def serve(args: argparse.Namespace, log: Any) -> int:
     return code
 
 
+def read_token(path: Path | None) -> bytes | None:
+    """The token of a file, found fit for a header before anything is loaded."""
+    token = read_secret(path)
+    if token is not None:
+        bearer(token)
+    return token
+
+
 class Status:
     """What a server did since it was asked last, as a number of tokens and fields for people."""
 
@@ -242,7 +286,7 @@ class Status:
         seconds = max(now["up_s"] - past["up_s"], 1e-9)
         fields = {
             "requests": f"{now['requests']:,.0f}",
-            "tokens/s": run.format_count((now["tokens"] - past["tokens"]) / seconds),
+            "tok/s_last_10s": run.format_count((now["tokens"] - past["tokens"]) / seconds),
             "busy": f"{min(1.0, (now['busy_s'] - past['busy_s']) / seconds):.0%}",
             "queue": f"{now['queue']:.0f}",
             "streams": f"{now['streams']:.0f}",
@@ -258,7 +302,7 @@ def check_port(args: argparse.Namespace) -> None:
             pass
     except OSError as error:
         raise run.UserError(
-            f"--listen {args.listen}: cannot bind there ({os.strerror(error.errno or 0)})"
+            f"--listen {args.listen}: cannot bind there ({error.strerror or error})"
         ) from error
 
 
@@ -290,30 +334,46 @@ def summarize(
 
 def serve_devices(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """One server process a device, on consecutive ports; all end when one does."""
-    children = []
-    for index, device in enumerate(args.devices):
-        port = args.port + index if args.port else 0
-        own = ["--devices", device, "--listen", f"{args.address}:{port}"]
-        children.append(subprocess.Popen([sys.executable, __file__, *argv, *own]))
+    children: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        while all(child.poll() is None for child in children):
+        for index, device in enumerate(args.devices):
+            port = args.port + index if args.port else 0
+            own = ["--devices", device, "--listen", f"{args.address}:{port}"]
+            own += ["--parent", str(os.getpid())]
+            child = subprocess.Popen([sys.executable, __file__, *argv, *own])
+            children[f"{device} (server {index + 1})"] = child
+        while True:
+            for name, child in children.items():
+                if child.poll() is not None:
+                    raise run.UserError(
+                        f"the process of {name} ended with exit code {child.returncode}: the "
+                        "others are stopped too"
+                    )
             time.sleep(0.2)
-        return run.EXIT_FAILED
     finally:
-        for child in children:
+        for child in children.values():
             child.terminate()
-        for child in children:
+        for child in children.values():
             child.wait()
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process stop, as by SIGTERM, when the one that started it is there no more."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def ping(args: argparse.Namespace) -> int:
     """Print what a server serves and what it has done."""
-    access = {
-        "token": read_secret(args.token_file),
-        "tls_root_certs": read_secret(args.tls_cert),
-    }
-    facts = json.loads(describe(args.ping, **access).to_json())
-    print(json.dumps({**facts, "stats": server_stats(args.ping, **access)}, indent=2))
+    token, certificates = read_token(args.token_file), read_certificates(args.tls_cert)
+    have = describe(args.ping, token=token, tls_root_certs=certificates)
+    stats = server_stats(args.ping, token=token, tls_root_certs=certificates)
+    print(json.dumps({**json.loads(have.to_json()), "stats": stats}, indent=2))
     return 0
 
 
@@ -337,13 +397,20 @@ def write(args: argparse.Namespace, log: Any) -> int:
     if len(args.devices) > 1:
         log.info(f"writing on {args.devices[0]} alone")
     output = open_store(args.output, endpoint_url=args.endpoint_url)
-    output.check_writable()
-    with tempfile.TemporaryDirectory(prefix="hidden-", dir=args.work_dir) as folder:
+    with (
+        only_writer(args.output),
+        work_folder(args.work_dir, prefix="hidden-") as folder,
+    ):
+        output.check_writable()
         dataset = TokenizedDataset(
-            args.data, cache_dir=Path(folder) / "data", endpoint_url=args.endpoint_url
+            args.data, cache_dir=folder / "data", endpoint_url=args.endpoint_url
         )
-        data_plan = dataset.wait_for_plan(timeout_s=args.data_timeout)
-        lengths = [len(row) for row in first_rows(dataset, args.limit, timeout_s=args.data_timeout)]
+        waiting, timeout_s = Waiting(log).for_, args.data_timeout
+        data_plan = dataset.wait_for_plan(timeout_s=timeout_s, on_wait=waiting("plan.json"))
+        rows = first_rows(dataset, args.limit, timeout_s=timeout_s, waiting=waiting)
+        lengths = [len(row) for row in rows]
+        if not lengths:
+            raise run.UserError(f"--data {args.data}: has no rows")
         if max(lengths) > args.max_tokens_per_request:
             raise run.UserError(
                 f"a row has {max(lengths):,} tokens: give --max-tokens-per-request "
@@ -360,8 +427,8 @@ def write(args: argparse.Namespace, log: Any) -> int:
             f"hidden states={run.format_bytes(size)} "
             f"({token_bytes(hidden_states.description):,} bytes a token) to {args.output}"
         )
-        check_room(args.output, size, Path(folder))
         plan = StoredPlan(hidden_states.description, data_plan.sha256, len(lengths))
+        check_room(args.output, max(0, size - committed_bytes(output, plan)), folder)
         settle_stored_plan(output, plan)
         began = time.monotonic()
         with contextlib.closing(run.Progress(log, total=tokens, unit="tok")) as progress:
@@ -370,7 +437,7 @@ def write(args: argparse.Namespace, log: Any) -> int:
                 hidden_states,
                 output,
                 plan,
-                folder=Path(folder),
+                folder=folder,
                 on_rows=lambda rows, amount: progress.update(amount),
             )
     run.print_table(
@@ -389,10 +456,13 @@ def write(args: argparse.Namespace, log: Any) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
-    if args.ping:
+    if args.ping is not None:
         return ping(args)
     run.raise_on_signals()
+    if args.parent is not None:
+        end_with_parent(args.parent)
     log = run.setup_logging("extract", debug=args.debug)
+    logging.getLogger("common").handlers = log.handlers  # what servers and targets warn of
     if args.devices[0] == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     run.print_settings(log, vars(args))

@@ -1,10 +1,13 @@
 """Hidden states from servers: requests spread over them, asked again where one dies."""
 
+import contextlib
 import ctypes
-import dataclasses
 import functools
 import json
 import queue
+import re
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,13 +28,15 @@ STREAMS_PER_SERVER = 2  # one request is computed while another one's answer tra
 RETRY_S = 0.5
 DESCRIBE_TIMEOUT_S = 10.0
 KEPT_BYTES = {-3: 32 << 20, -1: 256 << 20}  # glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
-# what OpenSSL says in a failed handshake, and what a person has to do
+# what OpenSSL says in a failed handshake, and what a person has to do; no later try can help
+TLS_FLAG = "--tls-root-certs (with --ping --tls-cert)"
 TLS_ERRORS = {
-    "certificate verify failed": "its certificate is not the one of --tls-cert",
-    "wrong version number": "it does not speak TLS: leave out --tls-cert",
-    "Socket closed": "the connection was closed; if it speaks TLS, give its --tls-cert",
+    "certificate verify failed": f"its certificate is not the one of {TLS_FLAG}",
+    "wrong version number": f"it does not speak TLS: leave out {TLS_FLAG}",
 }
-SILENT_S = 20.0  # an answer that takes longer has its server asked whether it lives
+SILENT_S = 10.0  # an answer that takes longer has its server asked whether it lives
+LIFE_SIGN_TIMEOUT_S = 10.0
+TLS_PROBE_S = 2.0
 
 
 class RequestRefused(UserError):
@@ -51,9 +56,10 @@ class Request:
 class ServedHiddenStates:
     """Hidden states from servers: a request goes to a free one, and to another if that one dies.
 
-    Raises UserError when no server answers within `connect_timeout_s`, or servers differ. Later, a
-    request fails with UserError when every server has been gone for that long, or when servers that
-    can be reached have failed on it for that long.
+    Raises UserError when no server answers within `connect_timeout_s`. Later, a request fails with
+    UserError when every server has been gone for that long, or when servers that can be reached
+    have failed on it for that long; and at once when a server differs from the first, answers less
+    than `tokens_per_request`, or lets us not in.
     """
 
     def __init__(
@@ -63,16 +69,18 @@ class ServedHiddenStates:
         token: bytes | None = None,
         tls_root_certs: bytes | None = None,
         connect_timeout_s: float = 300.0,
+        tokens_per_request: int = 0,
         on_wait: Callable[[float], None] | None = None,
     ) -> None:
         self._addresses, self._timeout_s = list(addresses), connect_timeout_s
         self._token, self._certificates = token, tls_root_certs
+        self._tokens_per_request = tokens_per_request
         self._requests: queue.Queue[Request] = queue.Queue()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._down_since: dict[int, float] = {}
+        self._down: dict[int, tuple[float, str]] = {}  # by worker: since when, and why
         self._streams: dict[int, Stream] = {}  # by worker
-        self._differing: str | None = None  # set once, and the end of every request from then on
+        self._given_up: str | None = None  # set once, and the end of every request from then on
         self.description = self._first_description(on_wait)
         self._num_workers = STREAMS_PER_SERVER * len(self._addresses)
         self._workers = []
@@ -88,8 +96,8 @@ class ServedHiddenStates:
     def submit(self, documents: Sequence[np.ndarray], *, final: bool = False) -> Future[Taps]:
         request = Request(documents, final, Future())
         self._requests.put(request)
-        if self._differing is not None:
-            self._fail_all(self._differing)
+        if self._given_up is not None:
+            self._fail_all(self._given_up)
         return request.answer
 
     def close(self) -> None:
@@ -102,7 +110,9 @@ class ServedHiddenStates:
         while True:
             for address in self._addresses:
                 try:
-                    return self._describe(address)
+                    have = self._describe(address)
+                    self._first_address = address
+                    return have
                 except ServerUnavailable as error:
                     last = error
             waited = time.monotonic() - began
@@ -117,7 +127,7 @@ class ServedHiddenStates:
     def _work(self, number: int, address: str) -> None:
         while not self._closed.is_set():
             stream = self._open(number, address)
-            while stream is not None and not self._closed.is_set():
+            while stream is not None and not stream.is_cancelled and not self._closed.is_set():
                 try:
                     request = self._requests.get(timeout=RETRY_S)
                 except queue.Empty:
@@ -128,8 +138,16 @@ class ServedHiddenStates:
                     request.answer.set_exception(error)
                 except (pa.ArrowException, OSError, EOFError, StopIteration) as error:
                     self._ask_again(request, address, error)
-                    stream = None
-            self._streams.pop(number, None)
+                    break
+                except Exception as error:  # an answer of no kind that this side knows
+                    reason = f"{type(error).__name__}: {error}"
+                    request.answer.set_exception(
+                        UserError(f"{address} gave an answer that cannot be read ({reason})")
+                    )
+                    break
+            if stream is not None:
+                self._streams.pop(number, None)
+                stream.close()
             self._closed.wait(RETRY_S)  # a server that fails at once must not be asked in a loop
 
     def _watch(self) -> None:
@@ -138,16 +156,42 @@ class ServedHiddenStates:
         A stopped process or a machine without power answers neither the request nor us.
         """
         while not self._closed.wait(RETRY_S):
+            silent: dict[str, float] = {}
             for stream in list(self._streams.values()):
-                if stream.silent_s() > SILENT_S:
-                    try:
-                        self._describe(stream.address)
-                        stream.is_heard()
-                    except UserError:
-                        stream.cancel()
+                if (silent_s := stream.silent_s()) > SILENT_S:
+                    silent[stream.address] = max(silent_s, silent.get(stream.address, 0.0))
+            for address, silent_s in silent.items():
+                self._ask_for_life(address, time.monotonic() - silent_s)
+            self._give_up_in_time()
 
-    def _describe(self, address: str) -> Description:
-        return describe(address, token=self._token, tls_root_certs=self._certificates)
+    def _ask_for_life(self, address: str, heard_at: float) -> None:
+        """Whether a server lives that was heard last so long ago; cancel all its streams if not."""
+        here = [item for item in list(self._streams.items()) if item[1].address == address]
+        try:
+            self._describe(address, timeout_s=LIFE_SIGN_TIMEOUT_S)
+        except UserError as error:
+            for number, stream in here:
+                stream.is_cancelled = True  # all before the first one's request looks for another
+                with self._lock:
+                    self._down.setdefault(number, (heard_at, str(error)))
+            for _, stream in here:
+                stream.cancel()
+            return
+        for _, stream in here:
+            stream.is_heard()
+
+    def _give_up_in_time(self) -> None:
+        with self._lock:
+            if len(self._down) < self._num_workers:
+                return
+            since, reason = max(self._down.values())
+        if time.monotonic() - since >= self._timeout_s:
+            self._fail_all(f"no hidden-state server for {self._timeout_s:.0f} s: {reason}")
+
+    def _describe(self, address: str, timeout_s: float = DESCRIBE_TIMEOUT_S) -> Description:
+        return describe(
+            address, token=self._token, tls_root_certs=self._certificates, timeout_s=timeout_s
+        )
 
     def _ask_again(self, request: Request, address: str, error: BaseException) -> None:
         """The server died, or failed: another one, or the same again, until the time is over."""
@@ -165,31 +209,42 @@ class ServedHiddenStates:
     def _open(self, number: int, address: str) -> "Stream | None":
         while not self._closed.is_set():
             try:
-                have = self._describe(address)
-                if dataclasses.replace(have, max_tokens_per_request=0) != dataclasses.replace(
-                    self.description, max_tokens_per_request=0
-                ):
-                    self._differing = f"{address} serves {have}, the others {self.description}"
-                    self._fail_all(self._differing)
-                    return None
+                # on the stream's own connection: one that is there can be cancelled
+                client = connect(address, self._token, self._certificates)
+                with contextlib.ExitStack() as unless_opened:
+                    unless_opened.callback(client.close)
+                    has_tls = self._certificates is not None
+                    self._check(address, describe_on(client, address, has_tls=has_tls))
+                    unless_opened.pop_all()
+                stream = Stream(client, address)
                 with self._lock:
-                    self._down_since.pop(number, None)
-                stream = Stream(connect(address, self._token, self._certificates), address)
+                    self._down.pop(number, None)
                 self._streams[number] = stream
                 return stream
-            except (UserError, pa.ArrowException, OSError) as error:
-                self._note_down(number, str(error))
-                self._closed.wait(RETRY_S)
+            except (ServerUnavailable, pa.ArrowException, OSError) as error:
+                with self._lock:
+                    self._down.setdefault(number, (time.monotonic(), str(error)))
+            except UserError as error:
+                self._given_up = str(error)
+                self._fail_all(self._given_up)
+            self._closed.wait(RETRY_S)
         return None
 
-    def _note_down(self, number: int, reason: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._down_since.setdefault(number, now)
-            all_down = len(self._down_since) == self._num_workers
-            given_up = all_down and now - max(self._down_since.values()) >= self._timeout_s
-        if given_up:
-            self._fail_all(f"no hidden-state server for {self._timeout_s:.0f} s: {reason}")
+    def _check(self, address: str, have: Description) -> None:
+        """Raises UserError for a server whose answers would not be the others', or too short."""
+        differences = have.differences(self.description)
+        if differences:
+            raise UserError(
+                f"{address} serves other hidden states than {self._first_address}: its "
+                f"{'; its '.join(differences)}: start all servers with the same --target, "
+                "--layers, --dtype, --final and --max-tokens-per-batch"
+            )
+        if have.max_tokens_per_request < self._tokens_per_request:
+            raise UserError(
+                f"{address} answers {have.max_tokens_per_request} tokens a request, and "
+                f"{self._tokens_per_request} are needed: start it with --max-tokens-per-request "
+                f"{self._tokens_per_request} or more"
+            )
 
     def _fail_all(self, reason: str) -> None:
         while True:
@@ -204,31 +259,84 @@ class ServerUnavailable(UserError):
 
 
 def describe(
-    address: str, *, token: bytes | None = None, tls_root_certs: bytes | None = None
+    address: str,
+    *,
+    token: bytes | None = None,
+    tls_root_certs: bytes | None = None,
+    timeout_s: float = DESCRIBE_TIMEOUT_S,
 ) -> Description:
     """Ask a server what it serves. Raises ServerUnavailable or UserError, one line each."""
-    return Description.from_json(_act("describe", address, token, tls_root_certs))
+    with connect(address, token, tls_root_certs) as client:
+        has_tls = tls_root_certs is not None
+        return describe_on(client, address, has_tls=has_tls, timeout_s=timeout_s)
 
 
-def _act(action: str, address: str, token: bytes | None, tls_root_certs: bytes | None) -> bytes:
+def describe_on(
+    client: flight.FlightClient,
+    address: str,
+    *,
+    has_tls: bool,
+    timeout_s: float = DESCRIBE_TIMEOUT_S,
+) -> Description:
+    """The same on a connection that stays."""
+    answer = _act(client, "describe", address, has_tls=has_tls, timeout_s=timeout_s)
     try:
-        with connect(address, token, tls_root_certs) as client:
-            options = flight.FlightCallOptions(timeout=DESCRIBE_TIMEOUT_S)
-            results = list(client.do_action(flight.Action(action, b""), options))
-    except flight.FlightUnauthenticatedError as error:
-        raise UserError(f"{address} refuses the token: give its --token-file") from error
-    except (pa.ArrowException, OSError) as error:
-        raise ServerUnavailable(
-            f"no hidden-state server answers at {address} ({_reason(error)})"
-        ) from error
-    return results[0].body.to_pybytes()
+        return Description.from_json(answer)
+    except UserError as error:
+        raise UserError(f"{address}: {error}") from error
 
 
 def server_stats(
     address: str, *, token: bytes | None = None, tls_root_certs: bytes | None = None
 ) -> dict[str, float]:
     """What a server has done so far. Raises ServerUnavailable or UserError, one line each."""
-    return json.loads(_act("stats", address, token, tls_root_certs))
+    with connect(address, token, tls_root_certs) as client:
+        has_tls = tls_root_certs is not None
+        answer = _act(client, "stats", address, has_tls=has_tls, timeout_s=DESCRIBE_TIMEOUT_S)
+        return json.loads(answer)
+
+
+def _act(
+    client: flight.FlightClient, action: str, address: str, *, has_tls: bool, timeout_s: float
+) -> bytes:
+    try:
+        options = flight.FlightCallOptions(timeout=timeout_s)
+        results = list(client.do_action(flight.Action(action, b""), options))
+        return results[0].body.to_pybytes()
+    except flight.FlightUnauthenticatedError as error:
+        raise UserError(f"{address} refuses the token: give its --token-file") from error
+    except (pa.ArrowException, OSError, IndexError) as error:
+        problem = _tls_problem(address, error, has_tls=has_tls)
+        if problem is not None:
+            raise UserError(f"{address}: {problem}") from error
+        raise ServerUnavailable(
+            f"no hidden-state server answers at {address} ({_reason(error)})"
+        ) from error
+
+
+def _tls_problem(address: str, error: BaseException, *, has_tls: bool) -> str | None:
+    """What is wrong with the encryption, when that is why a call failed."""
+    for sign, meaning in TLS_ERRORS.items():
+        if sign in str(error):
+            return meaning
+    # a server that wants TLS says nothing to those who come without
+    if not has_tls and "Socket closed" in str(error) and _speaks_tls(address):
+        return f"it speaks TLS: give its certificate as {TLS_FLAG}"
+    return None
+
+
+def _speaks_tls(address: str) -> bool:
+    place = re.fullmatch(r"(?:.*://)?\[?(.*?)\]?:(\d+)", address)
+    if place is None:
+        return False
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        plain = socket.create_connection((place[1], int(place[2])), timeout=TLS_PROBE_S)
+        with plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
 
 
 def connect(address: str, token: bytes | None, tls_root_certs: bytes | None) -> flight.FlightClient:
@@ -270,6 +378,7 @@ class Stream:
         self._exchanges: dict[bool, tuple[Any, Any]] = {}
         self._next_id = 0
         self._asked: float | None = None  # since when an answer is awaited
+        self.is_cancelled = False
 
     def silent_s(self) -> float:
         """For how long the server has owed an answer and sent nothing."""
@@ -283,12 +392,20 @@ class Stream:
 
     def cancel(self) -> None:
         """End what is under way; the thread that waits for it gets an error."""
+        self.is_cancelled = True
         for _, reader in list(self._exchanges.values()):
             reader.cancel()
 
+    def close(self) -> None:
+        """Let go of the connection; Arrow would complain on stderr about streams left open."""
+        self.cancel()
+        for writer, _ in self._exchanges.values():
+            with contextlib.suppress(pa.ArrowException, OSError):
+                writer.close()
+        self._client.close()
+
     def ask(self, request: Request) -> Taps:
         """Raises RequestRefused for an error answer, Arrow's errors when the server is gone."""
-        writer, reader = self._exchange(request.final)
         self._next_id += 1
         lengths = [len(document) for document in request.documents]
         offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), type=pa.int32())
@@ -296,6 +413,7 @@ class Stream:
         batch = pa.record_batch({"input_ids": pa.ListArray.from_arrays(offsets, tokens)})
         self._asked = time.monotonic()
         try:
+            writer, reader = self._exchange(request.final)
             writer.write_with_metadata(batch, str(self._next_id).encode())
             return self._read_answer(reader, num_tokens=sum(lengths), final=request.final)
         finally:
@@ -307,6 +425,8 @@ class Stream:
             writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(command))
             writer.begin(pa.schema([("input_ids", pa.list_(pa.int32()))]))
             self._exchanges[final] = writer, reader
+        if self.is_cancelled:
+            raise OSError(f"{self.address} answers nothing any more")
         return self._exchanges[final]
 
     def _read_answer(self, reader: Any, *, num_tokens: int, final: bool) -> Taps:
@@ -351,7 +471,4 @@ def _reason(error: BaseException) -> str:
     """The cause of an error of gRPC in a few words, without its inner monologue."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     line = line.partition(" gRPC client debug context")[0].partition(". Detail:")[0]
-    for sign, meaning in TLS_ERRORS.items():
-        if sign in line:
-            return meaning
     return line.rpartition(": ")[2] if "last error" in line else line

@@ -48,7 +48,7 @@ class Stopped(Exception):
 class Waiting:
     """Says every 10 s what is waited for and since when; ends the wait on a stop request."""
 
-    def __init__(self, log: Any, stop: StopRequest) -> None:
+    def __init__(self, log: Any, stop: StopRequest | None = None) -> None:
         self._log, self._stop = log, stop
 
     def for_(self, what: str) -> Callable[[float], None]:
@@ -56,7 +56,7 @@ class Waiting:
 
         def on_wait(waited_s: float) -> None:
             nonlocal last
-            if self._stop.signum is not None:
+            if self._stop is not None and self._stop.signum is not None:
                 raise Stopped
             if waited_s - last >= 10:
                 last = waited_s

@@ -79,6 +79,11 @@ def positive_float(text: str) -> float:
     return value
 
 
+def non_negative_float(text: str) -> float:
+    """Parse a number of at least 0."""
+    return _bounded(float, text, low=0.0, what="a number of at least 0")
+
+
 def fraction(text: str) -> float:
     """Parse a number from 0 to 1."""
     return _bounded(float, text, low=0.0, high=1.0, what="a number from 0 to 1")

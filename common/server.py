@@ -2,11 +2,17 @@
 
 import contextlib
 import hmac
+import ipaddress
 import json
+import logging
+import os
+import socket
 import threading
 import time
+import urllib.parse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -21,9 +27,14 @@ from common.wire import (
     bearer,
     read_command,
     read_documents,
+    read_id,
 )
 
 MAX_STREAMS = 32  # each holds an answer at most, so this bounds the memory of slow readers
+STUCK_S = 60.0  # a client that takes no more of its answer for so long is hung up on
+IDLE_S = 60.0  # so is one that asks nothing for so long, when others are refused for want of room
+LOOK_S = 1.0
+REFUSALS_EVERY_S = 10.0  # log lines of wrong tokens
 
 
 class HiddenStateServer(flight.FlightServerBase):
@@ -42,12 +53,15 @@ class HiddenStateServer(flight.FlightServerBase):
         self._copies = _HostCopies(hidden_states.target.device)
         self._closing = threading.Event()
         self._idle = threading.Condition()
-        self._num_busy = self._num_streams = 0
+        self._num_busy = 0
+        self._streams: list[_Stream] = []
+        self._turned_away = False  # a client since the last look, for want of room
         super().__init__(
             location,
             middleware=None if token is None else {"token": _TokenCheck(token)},
             tls_certificates=list(tls_certificates),
         )
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def list_actions(self, context: Any) -> list[tuple[str, str]]:
         return [
@@ -67,7 +81,7 @@ class HiddenStateServer(flight.FlightServerBase):
 
     def stats(self) -> dict[str, float]:
         """Sums since the start; requests waiting for the device, and open streams, now."""
-        return {**self.meter.sums(), "queue": self._device.waiting, "streams": self._num_streams}
+        return {**self.meter.sums(), "queue": self._device.waiting, "streams": len(self._streams)}
 
     def stop(self, *, grace_s: float) -> bool:
         """Take no new requests, finish those at hand; whether all streams ended in that time.
@@ -86,7 +100,7 @@ class HiddenStateServer(flight.FlightServerBase):
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         final = read_command(descriptor)
-        with self._stream():
+        with self._stream(context) as stream:
             writer.begin(answer_schema(self._hidden_states.description, final=final))
             while True:
                 try:
@@ -98,42 +112,117 @@ class HiddenStateServer(flight.FlightServerBase):
                         return  # unanswered: the client asks another server
                     self._num_busy += 1
                 try:
-                    self._answer(chunk, writer, final=final)
+                    self._answer(chunk, writer, stream, final=final)
                 finally:
+                    stream.goes_on("waits")
                     with self._idle:
                         self._num_busy -= 1
                         self._idle.notify_all()
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
+    def _stream(self, context: Any) -> Iterator["_Stream"]:
+        stream = _Stream(context)
         with self._idle:
-            if self._num_streams >= MAX_STREAMS:
+            if len(self._streams) >= MAX_STREAMS:
+                self._turned_away = True
                 raise flight.FlightUnavailableError(f"{MAX_STREAMS} streams are open already")
-            self._num_streams += 1
+            self._streams.append(stream)
         try:
-            yield
+            yield stream
         finally:
             with self._idle:
-                self._num_streams -= 1
+                self._streams.remove(stream)
 
-    def _answer(self, chunk: Any, writer: Any, *, final: bool) -> None:
-        metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata else b""
-        request_id = metadata.decode(errors="replace")
+    def _watch(self) -> None:
+        """Hang up on clients that hold a place and take nothing, or ask nothing, any more."""
+        while not self._closing.wait(LOOK_S):
+            with self._idle:
+                left = {
+                    stream.peer for stream in self._streams if stream.for_s("answers") > STUCK_S
+                }
+                if self._turned_away and not left:
+                    quiet: dict[str, float] = {}  # by client: its streams may share a connection
+                    for stream in self._streams:
+                        waited_s = stream.for_s("waits")
+                        quiet[stream.peer] = min(waited_s, quiet.get(stream.peer, waited_s))
+                    quietest = max(quiet, key=lambda peer: quiet[peer])
+                    left = {quietest} if quiet[quietest] > IDLE_S else set()
+                self._turned_away = False
+            for peer in left:
+                logging.getLogger(__name__).warning(
+                    f"hung up on {peer}: it has taken or asked nothing for a minute, and holds a "
+                    "place that others may need"
+                )
+                _hang_up(peer)
+
+    def _answer(self, chunk: Any, writer: Any, stream: "_Stream", *, final: bool) -> None:
+        have, metadata = self._hidden_states.description, b""
         try:
-            documents = read_documents(chunk.data)
+            metadata = read_id(chunk)
+            documents = read_documents(chunk.data, max_tokens=have.max_tokens_per_request)
+            stream.goes_on("is computed for")
             with contextlib.ExitStack() as at_work:
                 with self._device.turn():  # one forward at a time, answers travel meanwhile
+                    if stream.context.is_cancelled():
+                        return
                     at_work.enter_context(self.meter.at_work())
                     copy = self._copies.start(self._hidden_states.compute(documents, final=final))
                 taps = copy()
         except (ValueError, pa.ArrowInvalid, torch.OutOfMemoryError) as error:
-            message = {"id": request_id, "error": str(error)}
+            message = {"id": metadata.decode(errors="replace"), "error": str(error)}
+            stream.goes_on("answers")
             writer.write_metadata(json.dumps(message).encode())
             return
         for batch in answer_batches(taps):
+            stream.goes_on("answers")
             writer.write_with_metadata(batch, metadata)
         self.meter.add_answer(len(taps.hidden))  # before the client can ask for the stats
-        writer.write_metadata(json.dumps({"id": request_id, "end": True}).encode())
+        end = {"id": metadata.decode(errors="replace"), "end": True}
+        writer.write_metadata(json.dumps(end).encode())
+
+
+@dataclass(eq=False)
+class _Stream:
+    """What a stream does, and since when: it waits, is computed for, or answers."""
+
+    context: Any
+    doing: str = "waits"
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def peer(self) -> str:
+        return self.context.peer()
+
+    def goes_on(self, doing: str) -> None:
+        self.doing, self.since = doing, time.monotonic()
+
+    def for_s(self, doing: str) -> float:
+        """How long it has done so; 0 when it does something else."""
+        return time.monotonic() - self.since if doing == self.doing else 0.0
+
+
+def _hang_up(peer: str) -> None:
+    """Close the connection of a peer such as ipv4:127.0.0.1:34567.
+
+    Flight can end no stream from outside, and a write that waits for a client that reads no more
+    would wait for ever. So its socket is looked for among this process's own.
+    """
+    host, _, port = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")
+    wanted = _address(host.strip("[]"), int(port))
+    for descriptor in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            own = socket.socket(fileno=int(descriptor))
+            try:
+                is_ip = own.family in (socket.AF_INET, socket.AF_INET6)
+                if is_ip and _address(*own.getpeername()[:2]) == wanted:
+                    own.shutdown(socket.SHUT_RDWR)
+            finally:
+                own.detach()  # it is gRPC's to close
+
+
+def _address(host: str, port: int) -> tuple[str, int]:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(address, "ipv4_mapped", None) or address), port
 
 
 class Meter:
@@ -239,10 +328,28 @@ def _copy_to_host(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tens
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):
+    """Lets nobody in without the token, and says so now and then; Flight does not tell who it was.
+
+    The token itself, right or wrong, is never logged.
+    """
+
     def __init__(self, token: bytes) -> None:
+        super().__init__()
         self._expected = bearer(token).encode()
+        self._lock, self._refused, self._last_line = threading.Lock(), 0, float("-inf")
 
     def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
         given = [value.encode() for value in headers.get("authorization", [])]
         if not any(hmac.compare_digest(self._expected, value) for value in given):
+            self._log("a wrong token" if given else "no token")
             raise flight.FlightUnauthenticatedError("wrong or missing token (--token-file)")
+
+    def _log(self, what: str) -> None:
+        with self._lock:
+            self._refused += 1
+            if time.monotonic() - self._last_line < REFUSALS_EVERY_S:
+                return
+            self._last_line = time.monotonic()
+            logging.getLogger(__name__).warning(
+                f"refused a call with {what} (--token-file); {self._refused:,} so far"
+            )

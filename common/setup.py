@@ -29,8 +29,19 @@ from common.s3 import abort_left_uploads
 from common.shards import TokenizedDataset
 from common.store import Store, open_store
 from common.stored import StoredHiddenStates
-from common.target import Target, default_target_layers, read_embedding_and_head, target_facts
-from common.wire import ColocatedHiddenStates, HiddenStates, read_secret
+from common.target import (
+    Target,
+    default_target_layers,
+    embedding_fingerprint,
+    read_embedding_and_head,
+    target_facts,
+)
+from common.wire import (
+    ColocatedHiddenStates,
+    HiddenStates,
+    read_certificates,
+    read_secret,
+)
 
 ADAM_BETAS = (0.9, 0.95)
 SHARD_POLL_S = 1.0
@@ -88,15 +99,16 @@ def open_hidden_states(
             args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
         )
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
-    if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*", args.hidden_states):
+    if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*,?", args.hidden_states):
         return StoredHiddenStates(
             args.hidden_states, cache_dir=args.cache_dir, endpoint_url=args.endpoint_url
         )
     return ServedHiddenStates(
-        args.hidden_states.split(","),
+        args.hidden_states.rstrip(",").split(","),
         token=read_secret(args.token_file),
-        tls_root_certs=read_secret(args.tls_root_certs),
+        tls_root_certs=read_certificates(args.tls_root_certs),
         connect_timeout_s=args.server_timeout,
+        tokens_per_request=args.pack_length,
         on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
     )
 
@@ -309,6 +321,11 @@ def prepare(
     else:
         dtype = getattr(torch, args.dtype)
         ends = TargetEnds(*read_embedding_and_head(args.target, dtype=dtype, device=world.device))
+    if embedding_fingerprint(ends.embedding) != hidden_states.description.embedding_sha256:
+        raise run.UserError(
+            f"--hidden-states {args.hidden_states}: made by a target with other weights than "
+            f"--target {args.target}: start the server with that one"
+        )
     return Setup(
         args=args,
         world=world,

@@ -47,9 +47,29 @@ class StoredPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "StoredPlan":
-        facts = json.loads(data)
-        description = Description.from_json(json.dumps(facts["description"]).encode())
-        return cls(description, facts["data_sha256"], facts["num_rows"])
+        """Raises UserError for what is no plan."""
+        try:
+            facts = json.loads(data)
+            description = Description.from_json(json.dumps(facts["description"]).encode())
+            return cls(description, facts["data_sha256"], facts["num_rows"])
+        except (ValueError, KeyError, TypeError, UserError) as error:
+            raise UserError(
+                f"{PLAN_FILE} is damaged, or of another version of this program: remove what is "
+                "there and write it again"
+            ) from error
+
+    def differences(self, other: "StoredPlan") -> list[str]:
+        """What differs, field by field."""
+        mine, others = self._facts(), other._facts()
+        return [
+            f"{name} is {mine[name]}, not {others[name]}"
+            for name in mine
+            if mine[name] != others[name]
+        ]
+
+    def _facts(self) -> dict[str, Any]:
+        facts = dataclasses.asdict(self)
+        return {**facts.pop("description"), **facts}
 
 
 def record_key(index: int) -> str:
@@ -80,7 +100,10 @@ class StoredHiddenStates:
                 f"--hidden-states {uri}: no {PLAN_FILE} there; extract_hidden_online.py --output "
                 "writes one"
             )
-        self._plan = plan = StoredPlan.from_bytes(data)
+        try:
+            self._plan = plan = StoredPlan.from_bytes(data)
+        except UserError as error:
+            raise UserError(f"--hidden-states {uri}: {error}") from error
         self.description = dataclasses.replace(plan.description, max_tokens_per_request=ANY_NUMBER)
         self.num_rows, self.data_sha256 = plan.num_rows, plan.data_sha256
         self._places: dict[bytes, tuple[int, int, int]] = {}

@@ -1,5 +1,6 @@
 """Hidden states into files: the first rows of a dataset, in the format of common/stored.py."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.cache import file_sha256
+from common.lifetime import file_lock, make_folder
 from common.run import UserError, format_bytes, json_bytes
 from common.shards import TokenizedDataset
 from common.store import Store, read_if_there
@@ -19,13 +21,20 @@ from common.wire import ColocatedHiddenStates, Description
 FILE_BYTES = 1_000_000_000  # of one file, or of one row
 
 
-def first_rows(dataset: TokenizedDataset, limit: int, *, timeout_s: float) -> Iterator[np.ndarray]:
+def first_rows(
+    dataset: TokenizedDataset,
+    limit: int,
+    *,
+    timeout_s: float,
+    waiting: Callable[[str], Callable[[float], None]] | None = None,
+) -> Iterator[np.ndarray]:
     """Token ids of the first rows in plan order, waiting for shards that are not there yet."""
     left = limit
     for index in range(dataset.num_shards):
         if left == 0:
             return
-        shard = dataset.wait_for_shard(index, timeout_s=timeout_s)
+        on_wait = None if waiting is None else waiting(f"shard {index}")
+        shard = dataset.wait_for_shard(index, timeout_s=timeout_s, on_wait=on_wait)
         for row in range(min(left, len(shard))):
             yield shard.input_ids(row)
         left -= min(left, len(shard))
@@ -36,16 +45,44 @@ def token_bytes(description: Description) -> int:
     return 2 * description.hidden_size * (len(description.layers) + description.final)
 
 
+@contextlib.contextmanager
+def only_writer(output: str) -> Iterator[None]:
+    """Refuse a second writer of a local folder; on S3 the plan is looked at before each file."""
+    with contextlib.ExitStack() as held:
+        if "://" not in output:
+            make_folder(Path(output))
+            try:
+                held.enter_context(file_lock(Path(output) / ".lock"))
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--output {output}: another process writes there; wait for it, or name "
+                    "another folder"
+                ) from error
+        yield
+
+
 def settle_stored_plan(output: Store, plan: StoredPlan) -> None:
     """Lay down the plan, or find the same one there. Raises UserError when it is another."""
+    if read_if_there(output, PLAN_FILE) is None:
+        output.write(PLAN_FILE, plan.to_bytes())
+    check_stored_plan(output, plan)
+
+
+def check_stored_plan(output: Store, plan: StoredPlan) -> None:
+    """Raises UserError when the output is, or has become, that of another plan."""
     there = read_if_there(output, PLAN_FILE)
     if there is None:
-        output.write(PLAN_FILE, plan.to_bytes())
-    elif there != plan.to_bytes():
-        raise UserError(
-            f"{output.uri} holds other hidden states (target, layers, data or --limit differ): "
-            "name another --output"
-        )
+        raise UserError(f"{output.uri}: {PLAN_FILE} was removed while hidden states were written")
+    if there == plan.to_bytes():
+        return
+    try:
+        differences = StoredPlan.from_bytes(there).differences(plan)
+    except UserError as error:
+        raise UserError(f"{output.uri}: {error}") from error
+    raise UserError(
+        f"{output.uri} holds other hidden states: its {'; its '.join(differences)}: name another "
+        "--output"
+    )
 
 
 def write_hidden_states(
@@ -66,6 +103,7 @@ def write_hidden_states(
             name = f"hidden-{index:05}.safetensors"
             path = folder / name
             save_file(_tensors(documents, hidden_states), path)
+            check_stored_plan(output, plan)  # another writer may have begun at the same time
             output.upload(name, path)
             record = {
                 "version": VERSION,
@@ -80,6 +118,16 @@ def write_hidden_states(
             output.write(record_key(index), json_bytes(record))
             path.unlink()
         on_rows(len(documents), tokens)
+    check_stored_plan(output, plan)
+
+
+def committed_bytes(output: Store, plan: StoredPlan) -> int:
+    """Of the files that earlier runs have written."""
+    total = index = 0
+    while (record := read_record(output, index)) and record["plan_sha256"] == plan.sha256:
+        total += record["bytes"]
+        index += 1
+    return total
 
 
 def _loads(rows: Iterable[np.ndarray], *, max_tokens: int) -> Iterator[list[np.ndarray]]:
@@ -115,7 +163,7 @@ def _tensors(
 
 
 def check_room(output: str, size: int, folder: Path) -> None:
-    """Refuse what the disks cannot hold: all of it in a local folder, a file in the work folder."""
+    """Refuse what disks cannot hold: `size` more in a local output, a file in the work folder."""
     needs = [(folder, "--work-dir", min(size, FILE_BYTES))]
     if "://" not in output:
         needs.append((Path(output), "--output", size))

@@ -6,21 +6,25 @@ recurrent layers alike; they are never packed into one row, since recurrent laye
 from one document to the next. A hidden state depends on (target, layers, the request's documents).
 """
 
+import contextlib
+import copy
 import functools
 import hashlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
@@ -32,7 +36,28 @@ EMBEDDING_NAMES = (
 )
 HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
 FINGERPRINT_BYTES = 4096  # of each tensor
+# of config.json: what changes the states of the same weights
+STATE_FACTS = (
+    "model_type",
+    "hidden_act",
+    "head_dim",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 MAX_BATCH_TOKENS = 8192  # of a forward, padding included
+MIN_ROW_TOKENS = 64  # that a row costs at least: linear attention works in chunks of 64
+HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+GIT_LFS = b"version https://git-lfs"
 CHECKED_SHAPE = (2, 33)  # of the ids that taps are checked on
 # of transformers' modeling files, which call a kernel where its package can be used
 LINEAR_ATTENTION_FUNCTIONS = {
@@ -47,16 +72,60 @@ transformers_logging.set_verbosity_error()  # it would list the layers that are 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What config.json says of the text model."""
+    """What config.json says of the text model.
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    eos_token_id: int | None
+    The properties are what a drafter is shaped after. They raise UserError for a family that has no
+    such field, whose hidden states can be had all the same.
+    """
+
+    path: str
+    config: Any
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = getattr(self.config, "eos_token_id", None)
+        return eos[0] if isinstance(eos, list) else eos
+
+    @property
+    def intermediate_size(self) -> int:
+        return self._field("intermediate_size")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self._field("max_position_embeddings")
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self._field("rms_norm_eps")
+
+    @property
+    def rope_theta(self) -> float:
+        rope = self._field("rope_parameters")
+        rope = rope.get("full_attention", rope)  # some families have one a kind of layer
+        return float(self._given("rope_theta", rope.get("rope_theta")))
+
+    def _field(self, name: str) -> Any:
+        return self._given(name, getattr(self.config, name, None))
+
+    def _given(self, name: str, value: Any) -> Any:
+        if value is None:
+            raise UserError(
+                f"--target {self.path}: {type(self.config).__name__} has no {name}, after which "
+                "the drafter would be shaped: give --draft-config"
+            )
+        return value
 
 
 @dataclass(frozen=True)
@@ -84,34 +153,52 @@ def default_target_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]
 @functools.lru_cache(maxsize=4)
 def target_facts(path: str) -> TargetFacts:
     """Read a target's config.json. Raises UserError when there is none that transformers knows."""
+    facts = TargetFacts(path, _read_config(path).get_text_config())
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        size = getattr(facts.config, name, None)
+        if not isinstance(size, int) or size < 1:
+            raise UserError(
+                f"--target {path}: {type(facts.config).__name__} has {name} {size}; a language "
+                "model needs a number"
+            )
+    return facts
+
+
+def _read_config(path: str) -> Any:
+    if Path(path).is_file():
+        raise UserError(f"--target {path}: is a file; give the folder of the model")
+    is_folder = Path(path).is_dir()
+    if not is_folder and not re.fullmatch(HUB_ID, path):
+        raise UserError(f"--target {path}: no such folder, and not a hub id")
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--target {path}: no usable config.json ({_first_line(error)})") from error
-    eos = config.eos_token_id
-    return TargetFacts(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=float(config.rope_parameters["rope_theta"]),
-        eos_token_id=eos[0] if isinstance(eos, list) else eos,
-    )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever an odd config.json trips over
+        what = "no usable config.json" if is_folder else "no such folder, and no hub id that loads"
+        raise UserError(f"--target {path}: {what} ({_one_line(error)})") from error
+    method = _quantization(config) or _quantization(config.get_text_config())
+    if method and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise UserError(f"--target {path}: transformers knows no quantization {method!r}")
+    return config
+
+
+def _quantization(config: Any) -> str | None:
+    facts = getattr(config, "quantization_config", None)
+    return facts.get("quant_method") if isinstance(facts, dict) else None
 
 
 def padding_groups(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Which documents of a request share a forward: indices, longest first.
 
     A pure function of the lengths, so that equal requests are computed alike everywhere. A group
-    pads to its longest document and holds at most `max_tokens` with padding, or one document.
+    pads to its longest document, or MIN_ROW_TOKENS, and holds at most `max_tokens` with padding, or
+    one document.
     """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if groups:
             longest = lengths[groups[-1][0]]
-            fits = longest * (len(groups[-1]) + 1) <= max_tokens
+            row_tokens = max(longest, MIN_ROW_TOKENS)
+            fits = row_tokens * (len(groups[-1]) + 1) <= max_tokens
             if fits and lengths[index] >= GROUP_SPREAD * longest:
                 groups[-1].append(index)
                 continue
@@ -130,18 +217,13 @@ class Target:
         Raises UserError for a class whose decoder layers cannot be found.
         """
         self.name, self.layers, self.final = name, tuple(layers), final
+        self.max_tokens = max_tokens
         self._max_tokens, self._out_of_memory = max_tokens, False
         self._model = model.eval().requires_grad_(False)
-        self._decoder = model.get_decoder()
-        found = getattr(self._decoder, "layers", None)
-        depth = self._decoder.config.num_hidden_layers
-        if not isinstance(found, nn.ModuleList) or len(found) != depth:
-            raise UserError(
-                f"--target: no list of {depth} decoder layers in {type(model).__name__}"
-            )
+        self._decoder, self._layers_name = find_decoder(model)
         self._sink: _Sink | None = None
         for place, layer in enumerate(self.layers):
-            found[layer].register_forward_hook(self._capture(place))
+            self._decoder_layers[layer].register_forward_hook(self._capture(place))
 
     @classmethod
     def load(
@@ -162,9 +244,11 @@ class Target:
         that are missing, which transformers would fill with random ones.
         """
         check_layers(layers, target_facts(path).num_layers)
-        config = AutoConfig.from_pretrained(path)
+        config = _read_config(path)
+        if Path(path).is_dir():
+            _check_files(Path(path))
         if not final:
-            _cut_config(config.get_text_config(), max(layers) + 1)
+            config = _cut_config(config, max(layers) + 1)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -173,20 +257,26 @@ class Target:
                 device_map={"": device},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported, and refused below
+                trust_remote_code=False,
             )
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise UserError(f"--target {path}: cannot load it ({_first_line(error)})") from error
+        except Exception as error:  # as for the config
+            raise UserError(f"--target {path}: cannot load it ({_one_line(error)})") from error
         model, report = loaded
-        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+        mismatched = [entry[0] for entry in report["mismatched_keys"]]
+        lacking = sorted([*report["missing_keys"], *mismatched])
         if lacking:
             raise UserError(
                 f"--target {path}: {len(lacking)} weights are missing or of another shape, "
                 f"{lacking[0]} first"
             )
-        if not head and not config.get_text_config().tie_word_embeddings:
+        if not head and not getattr(config.get_text_config(), "tie_word_embeddings", True):
             model.set_output_embeddings(None)
-        target = cls(model, name=Path(path).name, layers=layers, final=final, max_tokens=max_tokens)
-        target.check()
+        name = Path(path).resolve().name if Path(path).is_dir() else path
+        target = cls(model, name=name, layers=layers, final=final, max_tokens=max_tokens)
+        try:
+            target.check()
+        except UserError as error:
+            raise UserError(f"--target {path}: {target.class_name}: {error}") from error
         return target
 
     def _capture(self, place: int) -> Any:
@@ -199,6 +289,10 @@ class Target:
     @property
     def class_name(self) -> str:
         return type(self._model).__name__
+
+    @property
+    def _decoder_layers(self) -> nn.ModuleList:
+        return getattr(self._decoder, self._layers_name)
 
     @property
     def weight_bytes(self) -> int:
@@ -245,16 +339,22 @@ class Target:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 over (name, dtype, shape, first 4 KiB) of the tensors that the taps depend on."""
-        digest = hashlib.sha256()
-        top = max(self.layers)
+        """sha256 of what the states depend on: facts of the config and all tensors in use.
+
+        Of a tensor (name, dtype, shape, first 4 KiB) count; layers above the highest tap do only
+        with final.
+        """
+        num_used = len(self._decoder_layers) if self.final else max(self.layers) + 1
+        facts = {name: getattr(self._decoder.config, name, None) for name in STATE_FACTS}
+        if facts["layer_types"]:
+            facts["layer_types"] = facts["layer_types"][:num_used]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
         for name, tensor in sorted(self._decoder.named_parameters()):
             parts = name.split(".")
-            if parts[0] == "norm" or (parts[0] == "layers" and int(parts[1]) > top):
+            if parts[0] == self._layers_name and int(parts[1]) >= num_used:
                 continue
-            head = tensor.flatten()[: FINGERPRINT_BYTES // tensor.element_size()]
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(head.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            digest.update(_first_bytes(tensor))
         return digest.hexdigest()
 
     @torch.no_grad()
@@ -363,13 +463,17 @@ class Target:
                 raise UserError(f"layer {layer}: its output is not finite")
             if float(values.std()) == 0 or torch.equal(values[0], values[1]):
                 raise UserError(f"layer {layer}: its output does not depend on the text")
-            own = states[layer + 1]
+            own, candidates = states[layer + 1], [tap]
             if layer + 2 == len(states):  # transformers hands out the last one after the norm
-                tap = self._decoder.norm(tap)
-            if not torch.equal(tap, own):
+                candidates += [norm(tap) for norm in self._norms()]
+            if not any(torch.equal(candidate, own) for candidate in candidates):
                 raise UserError(
                     f"layer {layer}: the tap is not the model's hidden_states[{layer + 1}]"
                 )
+
+    def _norms(self) -> list[nn.Module]:
+        children = self._decoder.children()
+        return [child for child in children if "norm" in type(child).__name__.lower()]
 
 
 class _Sink:
@@ -415,11 +519,55 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
         raise UserError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
 
 
-def _cut_config(config: Any, num_layers: int) -> None:
-    """Have the layers above left out when the model is built and its files are read."""
-    config.num_hidden_layers = num_layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
+def find_decoder(model: Any) -> tuple[Any, str]:
+    """The module that holds the list of all decoder layers, and the list's name in it.
+
+    Raises UserError for a class that has no such list, or several.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    depth = decoder.config.get_text_config().num_hidden_layers
+    lists = [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    tops = [name for name in lists if name.count(".") == min(n.count(".") for n in lists)]
+    if len(tops) != 1:
+        found = "no list" if not tops else f"{len(tops)} lists"
+        raise UserError(f"--target: {found} of {depth} decoder layers in {type(model).__name__}")
+    parent, _, name = tops[0].rpartition(".")
+    return decoder.get_submodule(parent), name
+
+
+def _cut_config(config: Any, num_layers: int) -> Any:
+    """The config of the first layers alone, so that no others are built and read from files.
+
+    The whole one for a family that cannot be built so.
+    """
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    depth = text.num_hidden_layers
+    text.num_hidden_layers = num_layers
+    try:
+        for name, value in vars(text).items():
+            if isinstance(value, list) and len(value) == depth:  # an entry a layer
+                setattr(text, name, value[:num_layers])
+        with torch.device("meta"):
+            find_decoder(AutoModelForCausalLM.from_config(cut, trust_remote_code=False))
+    except Exception:  # whatever it is, loading the whole model will say it
+        return config
+    return cut
+
+
+def embedding_fingerprint(embedding: torch.Tensor) -> str:
+    """sha256 of the first 4 KiB of an embedding table in bfloat16, whatever type it is held in."""
+    return hashlib.sha256(_first_bytes(embedding, torch.bfloat16)).hexdigest()
+
+
+def _first_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bytes:
+    dtype = dtype or tensor.dtype
+    head = tensor.flatten()[: FINGERPRINT_BYTES // dtype.itemsize].detach().to(dtype)
+    return head.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def read_embedding_and_head(
@@ -435,12 +583,12 @@ def read_embedding_and_head(
     embedding_name = next((name for name in EMBEDDING_NAMES if name in names), None)
     head_name = next((name for name in HEAD_NAMES if name in names), None)
     # the text model's own word: a composite config need not repeat it
-    tied = AutoConfig.from_pretrained(path).get_text_config().tie_word_embeddings
+    tied = _read_config(path).get_text_config().tie_word_embeddings
     if embedding_name is None or (head_name is None and not tied):
         raise UserError(f"--target {path}: no embed_tokens.weight or lm_head.weight in its files")
 
     def read(name: str) -> torch.Tensor:
-        with safe_open(names[name], framework="pt") as file:
+        with _open_weights(names[name]) as file:
             return file.get_tensor(name).to(device=device, dtype=dtype)
 
     embedding = read(embedding_name)
@@ -458,20 +606,45 @@ def _local_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"--target {path}: {_first_line(error)}") from error
+        raise UserError(f"--target {path}: {_one_line(error)}") from error
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / "model.safetensors"
+        try:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            return {name: folder / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"--target {folder}: {index.name} is damaged") from error
     if not single.exists():
         raise UserError(f"--target {folder}: no model.safetensors in it")
-    with safe_open(single, framework="pt") as file:
+    with _open_weights(single) as file:
         return dict.fromkeys(file.keys(), single)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _check_files(folder: Path) -> None:
+    """Refuse safetensors files that are missing, cut short or none, before anything is loaded."""
+    if any(folder.glob("*.safetensors*")):  # some targets have other files
+        for path in sorted(set(_tensor_files(folder).values())):
+            with _open_weights(path):
+                pass
+
+
+@contextlib.contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise UserError(f"--target {path.parent}: {path.name} is missing") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = f"is damaged ({_one_line(error)}): download it again"
+        with contextlib.suppress(OSError), path.open("rb") as raw:
+            if raw.read(len(GIT_LFS)) == GIT_LFS:
+                reason = "is a pointer of git-lfs: run git lfs pull there"
+        raise UserError(f"--target {path.parent}: {path.name} {reason}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

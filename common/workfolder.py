@@ -14,16 +14,16 @@ LOCK_FILE, UPLOAD_JOURNAL = ".lock", "uploads"
 
 
 @contextlib.contextmanager
-def work_folder(parent: Path | None) -> Iterator[Path]:
-    """A folder of this run's own for shards being written; removed whatever happens.
+def work_folder(parent: Path | None, *, prefix: str = "tokenize-") -> Iterator[Path]:
+    """A folder of this run's own for files being written; removed whatever happens.
 
     The run and its workers hold a lock in it, so that the next run removes what a killed one left,
     the uploads that it left half done included.
     """
     place = parent or Path(tempfile.gettempdir())
     try:
-        remove_left_folders(place)
-        hidden = Path(tempfile.mkdtemp(prefix=".tokenize-", dir=place))
+        remove_left_folders(place, prefix)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=place))
     except OSError as error:
         raise UserError(f"--work-dir {place}: {error.strerror}") from error
     (hidden / LOCK_FILE).touch()
@@ -35,9 +35,9 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_left_folders(place: Path) -> None:
+def remove_left_folders(place: Path, prefix: str = "tokenize-") -> None:
     """Clean up after runs that were killed here; what cannot be cleaned stays for the next run."""
-    for left in place.glob(f"tokenize-*/{LOCK_FILE}"):
+    for left in place.glob(f"{prefix}*/{LOCK_FILE}"):
         # BlockingIOError, an OSError: its run lives. UserError: the run will say what S3 refuses.
         with contextlib.suppress(OSError, UserError), file_lock(left):
             abort_left_uploads(left.with_name(UPLOAD_JOURNAL))

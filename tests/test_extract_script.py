@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -207,6 +208,8 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
     before = signal.getsignal(signal.SIGTERM)
     empty = tmp_path / "empty"
     empty.write_text("\n")
+    lines = tmp_path / "lines"
+    lines.write_text("two\nlines")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         layer = ("--target", target_folder, "--layers", "0")
@@ -217,6 +220,20 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
             ((*layer, "--listen", f"127.0.0.1:{port}"), 1, "--listen"),
             ((*layer, "--token-file", str(tmp_path / "none")), 1, "No such file"),
             ((*layer, "--token-file", str(empty)), 1, "is empty"),
+            ((*layer, "--token-file", str(lines)), 1, "one line of printable ASCII"),
+            ((*layer, "--tls-cert", str(lines), "--tls-key", str(lines)), 1, "no PEM certificate"),
+            (("--ping", f"127.0.0.1:{port}", "--tls-cert", str(lines)), 1, "no PEM certificate"),
+            ((*layer, "--listen", "nohost.invalid:0", "--token-file", str(lines)), 1, "--listen"),
+            (("--target", f"{target_folder}/config.json", "--layers", "0"), 1, "is a file"),
+            ((*layer, "--listen", "::1:8815"), 2, "[::1]:8815"),
+            ((*layer, "--listen", "127.0.0.1:65535", "--devices", "cpu,cpu"), 2, "up to 65536"),
+            ((*layer, "--devices", "meta"), 2, "--devices"),
+            (("--target", target_folder, "--layers", "0,0"), 2, "must be distinct"),
+            ((*layer, "--check", "--data", "x", "--output", "y", "--limit", "1"), 2, "exclude"),
+            ((*layer, "--data-timeout", "nan"), 2, "--data-timeout"),
+            ((*layer, "--data-timeout", "-1"), 2, "--data-timeout"),
+            (("--ping", ""), 2, "--ping"),
+            (("--ping", "localhost"), 2, "HOST:PORT"),
             (("--target", target_folder, "--listen", "0.0.0.0:0"), 2, "--token-file"),
             (("--target", target_folder, "--listen", "8815"), 2, "HOST:PORT"),
             (("--target", target_folder, "--devices", "tpu:9"), 2, "--devices"),
@@ -230,6 +247,47 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
             assert (error.exit_code if isinstance(error, UserError) else error.code) == code
             assert message in text.splitlines()[-1], (flags, text)
     signal.signal(signal.SIGTERM, before)
+
+
+def test_loopback_has_several_names():
+    for host in ("LOCALHOST", "127.1.2.3", "::1", "::ffff:127.0.0.1"):
+        assert extract_hidden_online.is_loopback(host), host
+    for host in ("0.0.0.0", "::", "::ffff:10.0.0.1", "localhost.example"):
+        assert not extract_hidden_online.is_loopback(host), host
+
+
+def children_of(pid):
+    out = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True)
+    return [int(line) for line in out.stdout.split()]
+
+
+def wait_until_gone(address, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            describe(address)
+        except UserError:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_servers_of_several_devices_end_together(target_folder, tmp_path):
+    flags = ("--devices", "cpu,cpu")
+    with (tmp_path / "log").open("w") as log, serving(target_folder, *flags, stderr=log) as process:
+        addresses = [process.stdout.readline().strip() for _ in range(2)]
+        os.kill(children_of(process.pid)[1], signal.SIGKILL)
+        assert process.wait(timeout=30) == 1
+    last = (tmp_path / "log").read_text().splitlines()[-1]
+    assert "cpu (server 2) ended with exit code -9" in last
+    for signum in (signal.SIGHUP, signal.SIGKILL):
+        with serving(target_folder, *flags) as process:
+            addresses = [process.stdout.readline().strip() for _ in range(2)]
+            process.send_signal(signum)
+            process.wait(timeout=30)
+            for address in addresses:
+                wait_until_gone(address)
 
 
 def test_a_status_line_tells_what_is_done(target_folder, tmp_path):
@@ -249,7 +307,7 @@ def test_a_status_line_tells_what_is_done(target_folder, tmp_path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 143
     (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if "streams=2" in line]
-    for field in ("requests=5", "tokens/s=", "busy=", "queue=0"):
+    for field in ("requests=5", "tok/s_last_10s=", "busy=", "queue=0"):
         assert field in line
 
 

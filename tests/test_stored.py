@@ -1,5 +1,6 @@
 """Hidden states in files: written by stage 2, resumed, and trained on like a server's."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,9 +17,17 @@ from common.run import UserError
 from common.shards import TokenizedDataset
 from common.store import open_store
 from common.stored import StoredHiddenStates, StoredPlan
-from common.storing import check_room, first_rows, settle_stored_plan, write_hidden_states
+from common.storing import (
+    check_room,
+    committed_bytes,
+    first_rows,
+    only_writer,
+    settle_stored_plan,
+    write_hidden_states,
+)
 from common.target import Target
 from common.wire import ColocatedHiddenStates
+from common.workfolder import work_folder
 from tests.tiny_run import make_inputs, make_target, tokenize, train
 
 ROOT = Path(__file__).parent.parent
@@ -190,9 +199,68 @@ def test_mistakes_are_one_line(target, data, tmp_path, monkeypatch):
         assert result.returncode == code and text in result.stderr.splitlines()[-1], result.stderr
     assert write(target, data, tmp_path / "h", "--limit", "3").returncode == 0
     other = write(target, data, tmp_path / "h", "--limit", "4")
-    assert other.returncode == 1 and "other hidden states" in other.stderr.splitlines()[-1]
+    assert other.returncode == 1
+    assert "its num_rows is 3, not 4: name another" in other.stderr.splitlines()[-1]
     with pytest.raises(UserError, match=r"no hidden\.json"):
         StoredHiddenStates(str(tmp_path), cache_dir=tmp_path)
     usage = shutil.disk_usage(tmp_path)
     with pytest.raises(UserError, match="smaller --limit"):
         check_room(str(tmp_path), usage.total * 2, tmp_path)
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    refused = pytest.raises(UserError, match="another process writes there")
+    with only_writer(str(tmp_path / "h")), refused, only_writer(str(tmp_path / "h")):
+        pass
+    with only_writer(str(tmp_path / "h")):
+        pass
+
+
+def test_a_plan_that_is_replaced_meanwhile_ends_the_writing(data, hidden_states, tmp_path):
+    """As by a second writer of an S3 prefix, where there is no lock."""
+    dataset, plan = open_dataset(data, tmp_path)
+    output = open_store(str(tmp_path / "hidden"))
+    mine = StoredPlan(hidden_states.description, plan.sha256, 7)
+    settle_stored_plan(output, mine)
+    output.write("hidden.json", dataclasses.replace(mine, num_rows=8).to_bytes())
+    with pytest.raises(UserError, match="its num_rows is 8, not 7"):
+        write_hidden_states(
+            first_rows(dataset, 7, timeout_s=0), hidden_states, output, mine, folder=tmp_path,
+            on_rows=lambda *_: None,
+        )  # fmt: skip
+    assert not list((tmp_path / "hidden").glob("*.safetensors"))
+
+
+def test_what_is_written_already_needs_no_room(data, hidden_states, tmp_path):
+    dataset, plan = open_dataset(data, tmp_path)
+    output = open_store(str(tmp_path / "hidden"))
+    mine = StoredPlan(hidden_states.description, plan.sha256, 7)
+    assert committed_bytes(output, mine) == 0
+    settle_stored_plan(output, mine)
+    write_hidden_states(
+        first_rows(dataset, 7, timeout_s=0), hidden_states, output, mine, folder=tmp_path,
+        on_rows=lambda *_: None,
+    )  # fmt: skip
+    assert committed_bytes(output, mine) == sum(
+        path.stat().st_size for path in (tmp_path / "hidden").glob("*.safetensors")
+    )
+
+
+def test_folders_of_killed_writers_are_removed(tmp_path):
+    left = tmp_path / "hidden-left"
+    left.mkdir()
+    (left / ".lock").touch()
+    (left / "hidden-00000.safetensors").touch()
+    with work_folder(tmp_path, prefix="hidden-") as folder:
+        assert folder.name.startswith("hidden-") and not left.exists()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="--work-dir"), work_folder(tmp_path / "none"):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"description": {}}', b'{"description": 3}'])
+def test_a_damaged_plan_is_one_line(tmp_path, content):
+    (tmp_path / "hidden.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"hidden\.json is damaged") as caught:
+        StoredHiddenStates(str(tmp_path), cache_dir=tmp_path)
+    assert len(str(caught.value).splitlines()) == 1

@@ -7,20 +7,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from common.run import UserError
 from common.target import (
     Target,
     default_target_layers,
+    embedding_fingerprint,
     padding_groups,
     read_embedding_and_head,
     target_facts,
@@ -69,7 +65,6 @@ def test_stopping_after_the_highest_tap_changes_nothing(targets, kind):
     cut, whole = load(targets[kind]), load(targets[kind], final=True)
     assert len(cut._decoder.layers) == max(LAYERS) + 1 < len(whole._decoder.layers) == 8
     assert torch.equal(cut.forward(request).hidden, whole.forward(request).hidden)
-    assert cut.fingerprint == whole.fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,6 +85,8 @@ def test_padding_groups_hold_every_document_once_and_keep_the_bound():
         padded = max(lengths[index] for index in group) * len(group)
         assert padded <= 4096 or len(group) == 1
     assert groups == padding_groups(lengths, max_tokens=4096)
+    # linear attention pads each row to 64 tokens, however short it is
+    assert {len(group) for group in padding_groups([1] * 640, max_tokens=4096)} == {64}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +133,39 @@ def test_weights_decide_the_fingerprint(targets, tmp_path):
     other = str(tiny_target(tmp_path / "other", kind="qwen3", num_layers=8, seed=1))
     assert load(targets["qwen3"]).fingerprint == load(targets["qwen3"]).fingerprint
     assert load(targets["qwen3"]).fingerprint != load(other).fingerprint
+
+
+def changed(path, folder, *, facts=None, tensors=()):
+    """A copy of a target with other facts in its config, and zeros in some tensors."""
+    shutil.copytree(path, folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | (facts or {})))
+    weights = load_file(folder / "model.safetensors")
+    zeros = {name: torch.zeros_like(weights[name]) for name in tensors}
+    save_file(weights | zeros, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_whatever_changes_the_states_changes_the_fingerprint(targets, tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    turned = changed(targets["qwen3"], tmp_path / "rope", facts={"rope_parameters": rope})
+    finer = changed(targets["qwen3"], tmp_path / "eps", facts={"rms_norm_eps": 1e-3})
+    prints = {load(path).fingerprint for path in (targets["qwen3"], turned, finer)}
+    assert len(prints) == 3
+    # the layers above the taps change the final states alone
+    upper = ("model.layers.7.mlp.up_proj.weight",)
+    above = changed(targets["qwen3"], tmp_path / "above", tensors=upper)
+    assert load(above).fingerprint == load(targets["qwen3"]).fingerprint
+    finals = [load(path, final=True).fingerprint for path in (targets["qwen3"], above)]
+    assert finals[0] != finals[1]
+
+
+def test_the_embedding_has_a_fingerprint_of_its_own_in_any_type(targets, tmp_path):
+    whole = load(targets["qwen3"]).embedding
+    half = Target.load(targets["qwen3"], layers=LAYERS, dtype=torch.bfloat16, device=CPU).embedding
+    assert embedding_fingerprint(whole) == embedding_fingerprint(half)
+    other = str(tiny_target(tmp_path / "other", kind="qwen3", num_layers=8, seed=1))
+    assert embedding_fingerprint(whole) != embedding_fingerprint(load(other).embedding)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -203,36 +233,135 @@ def test_a_folder_without_a_model_is_one_line(tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def llama(folder, **shape):
+SMALL = dict(vocab_size=128, hidden_size=32, num_hidden_layers=6, num_attention_heads=4)
+LLAMA = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0}
+GPT2 = dict(vocab_size=128, n_embd=32, n_layer=6, n_head=4, n_positions=64)
+# their layers lie at layers, h, model.layers; some configs hold a list with an entry a layer
+FAMILIES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "gpt_neo": dict(
+        vocab_size=128, hidden_size=32, num_layers=6, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 3]],
+    ),
+    "gpt_neox": LLAMA,
+    "phi": LLAMA,
+    "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "bloom": dict(vocab_size=128, hidden_size=32, n_layer=6, n_head=4),
+    "falcon": SMALL,
+    "cohere": LLAMA,
+    "gemma3_text": LLAMA,
+    "llama4_text": {**LLAMA, "num_local_experts": 2, "intermediate_size_mlp": 64},
+}  # fmt: skip
+
+
+def family(folder, name, **shape):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **shape,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = AutoConfig.for_model(name, **{**FAMILIES.get(name, SMALL), **shape})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
 
-def test_another_familys_layers_are_tapped_too(tmp_path):
-    path = llama(tmp_path / "llama")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_are_tapped_too(tmp_path, name):
+    path = family(tmp_path / name, name)
     (document,) = documents(50)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = torch.from_numpy(document.astype(np.int64))[None]
     states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    target = load(path, head=False)
+    assert target.class_name == type(model).__name__
+    assert len(target._decoder_layers) == max(LAYERS) + 1 < target_facts(path).num_layers
     want = torch.cat([states[layer + 1][0] for layer in LAYERS], dim=-1)
-    target = load(path)
-    assert target.class_name == "LlamaForCausalLM"
-    assert torch.equal(target.forward([document]).hidden, want)
+    torch.testing.assert_close(target.forward([document]).hidden, want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_whose_layers_cannot_be_found_is_refused_by_name(tmp_path):
-    config = GPT2Config(vocab_size=128, n_embd=64, n_layer=8, n_head=4, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(UserError, match="GPT2LMHeadModel"):
-        Target(
-            AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2"),
-            name="gpt2", layers=LAYERS, final=True, max_tokens=100,
-        )  # fmt: skip
+def test_a_family_whose_states_are_not_its_layers_outputs_is_refused_by_name(tmp_path):
+    path = family(tmp_path / "mamba", "mamba", state_size=4)
+    with pytest.raises(UserError, match="MambaForCausalLM.*not the model's hidden_states"):
+        load(path)
+
+
+def test_a_model_whose_layers_cannot_be_found_is_refused_by_name():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **GPT2))
+    model.transformer.h = nn.Sequential(*model.transformer.h)
+    with pytest.raises(UserError, match="no list of 6 decoder layers in GPT2LMHeadModel"):
+        Target(model, name="gpt2", layers=LAYERS, final=True, max_tokens=100)
+
+
+def test_a_family_that_cannot_be_cut_is_loaded_whole(targets, monkeypatch):
+    want = load(targets["qwen3"])
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda *_, **__: 1 / 0)
+    whole = load(targets["qwen3"])
+    assert len(whole._decoder_layers) == 8
+    request = documents(30)
+    assert torch.equal(whole.forward(request).hidden, want.forward(request).hidden)
+    assert whole.fingerprint == want.fingerprint
+
+
+def test_what_only_the_drafters_shape_needs_is_asked_for_late(tmp_path):
+    facts = target_facts(family(tmp_path / "gpt2", "gpt2"))
+    assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (6, 32, 128)
+    with pytest.raises(UserError, match="GPT2Config has no rms_norm_eps"):
+        _ = facts.rms_norm_eps
+    with pytest.raises(UserError, match="GPT2Config has no rope_parameters"):
+        _ = facts.rope_theta
+    assert target_facts(family(tmp_path / "gemma", "gemma3_text")).rope_theta == 1e6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "model.safetensors is damaged"),
+        (b"garbage" * 100, "model.safetensors is damaged"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
+        (None, "model.safetensors is damaged"),  # cut short
+    ],
+)
+def test_a_damaged_file_is_named(targets, tmp_path, content, message):
+    folder = tmp_path / "damaged"
+    shutil.copytree(targets["qwen3"], folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000] if content is None else content)
+    for read in (
+        lambda: load(str(folder)),
+        lambda: read_embedding_and_head(str(folder), dtype=torch.float32, device=CPU),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            read()
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"hidden_size": "big"}, "expected int, got str"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"vocab_size": -3}, "Qwen3Config has vocab_size -3"),
+        ({"quantization_config": {"quant_method": "zzz"}}, "no quantization 'zzz'"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),
+    ],
+)
+def test_an_odd_config_is_one_line(targets, tmp_path, facts, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load(changed(targets["qwen3"], tmp_path / "odd", facts=facts))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_path_that_is_no_folder_is_said_to_be_none(targets, tmp_path):
+    with pytest.raises(UserError, match="no such folder, and not a hub id"):
+        load(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="is a file; give the folder"):
+        load(f"{targets['qwen3']}/config.json")
+    folder = tmp_path / "damaged"
+    shutil.copytree(targets["qwen3"], folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(UserError, match="index.json is damaged"):
+        load(str(folder))
+    lost = {"weight_map": {"model.embed_tokens.weight": "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(lost))
+    with pytest.raises(UserError, match="gone.safetensors is missing"):
+        load(str(folder))
 
 
 def test_weights_that_are_missing_are_not_made_up(targets, tmp_path):
@@ -241,11 +370,11 @@ def test_weights_that_are_missing_are_not_made_up(targets, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"1 weights are missing.*layers\.3\.mlp\.up_proj"):
+    with pytest.raises(UserError, match=r"another shape, model\.layers\.3\.mlp\.up_proj"):
         load(str(folder))
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(3, 64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="of another shape"):
+    with pytest.raises(UserError, match=r"another shape, model\.layers\.3\.mlp\.up_proj"):
         load(str(folder))
 
 
@@ -256,7 +385,6 @@ def test_only_what_is_needed_is_loaded(targets, kind):
     assert lean.weight_bytes < 0.75 * whole.weight_bytes
     (document,) = documents(30)
     assert torch.equal(lean.forward([document]).hidden, whole.forward([document]).hidden)
-    assert lean.fingerprint == whole.fingerprint
 
 
 def test_an_fp8_checkpoint_gives_what_its_numbers_say(targets, tmp_path):

@@ -36,7 +36,7 @@ class ReadyHiddenStates(ColocatedHiddenStates):
     def __init__(self) -> None:
         self.target: Any = type("NoTarget", (), {"device": torch.device("cpu")})
         self.description = Description(
-            1, "none", "", (0, 1, 2, 3, 4), WIDTH // 5, 128, "bfloat16", TOKENS, False
+            1, "none", "", "", (0, 1, 2, 3, 4), WIDTH // 5, 128, "bfloat16", TOKENS, TOKENS, False
         )
         self._hidden = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16).fill_(0.5)
 
