@@ -53,12 +53,8 @@ from common.storing import (
     token_bytes,
     write_hidden_states,
 )
-from common.target import (
-    MAX_BATCH_TOKENS,
-    Target,
-    default_target_layers,
-    target_facts,
-)
+from common.target import MAX_BATCH_TOKENS, Target
+from common.target_files import default_target_layers, target_facts
 from common.timing import peak_memory_bytes
 from common.wire import (
     ColocatedHiddenStates,

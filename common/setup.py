@@ -29,8 +29,8 @@ from common.s3 import abort_left_uploads
 from common.shards import TokenizedDataset
 from common.store import Store, open_store
 from common.stored import StoredHiddenStates
-from common.target import (
-    Target,
+from common.target import Target
+from common.target_files import (
     default_target_layers,
     embedding_fingerprint,
     read_embedding_and_head,

@@ -6,36 +6,33 @@ recurrent layers alike; they are never packed into one row, since recurrent laye
 from one document to the next. A hidden state depends on (target, layers, the request's documents).
 """
 
-import contextlib
 import copy
 import functools
 import hashlib
 import json
 import logging
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
-
-EMBEDDING_NAMES = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
+from common.target_files import (
+    check_files,
+    check_layers,
+    first_bytes,
+    one_line,
+    read_config,
+    target_facts,
 )
-HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
-FINGERPRINT_BYTES = 4096  # of each tensor
+
 # of config.json: what changes the states of the same weights
 STATE_FACTS = (
     "model_type",
@@ -56,8 +53,6 @@ STATE_FACTS = (
 )
 MAX_BATCH_TOKENS = 8192  # of a forward, padding included
 MIN_ROW_TOKENS = 64  # that a row costs at least: linear attention works in chunks of 64
-HUB_ID = r"[\w.-]+(/[\w.-]+)?"
-GIT_LFS = b"version https://git-lfs"
 CHECKED_SHAPE = (2, 33)  # of the ids that taps are checked on
 # of transformers' modeling files, which call a kernel where its package can be used
 LINEAR_ATTENTION_FUNCTIONS = {
@@ -71,119 +66,12 @@ transformers_logging.set_verbosity_error()  # it would list the layers that are 
 
 
 @dataclass(frozen=True)
-class TargetFacts:
-    """What config.json says of the text model.
-
-    The properties are what a drafter is shaped after. They raise UserError for a family that has no
-    such field, whose hidden states can be had all the same.
-    """
-
-    path: str
-    config: Any
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_id(self) -> int | None:
-        eos = getattr(self.config, "eos_token_id", None)
-        return eos[0] if isinstance(eos, list) else eos
-
-    @property
-    def intermediate_size(self) -> int:
-        return self._field("intermediate_size")
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self._field("max_position_embeddings")
-
-    @property
-    def rms_norm_eps(self) -> float:
-        return self._field("rms_norm_eps")
-
-    @property
-    def rope_theta(self) -> float:
-        rope = self._field("rope_parameters")
-        rope = rope.get("full_attention", rope)  # some families have one a kind of layer
-        return float(self._given("rope_theta", rope.get("rope_theta")))
-
-    def _field(self, name: str) -> Any:
-        return self._given(name, getattr(self.config, name, None))
-
-    def _given(self, name: str, value: Any) -> Any:
-        if value is None:
-            raise UserError(
-                f"--target {self.path}: {type(self.config).__name__} has no {name}, after which "
-                "the drafter would be shaped: give --draft-config"
-            )
-        return value
-
-
-@dataclass(frozen=True)
 class Taps:
     """hidden: (T, L*H), the tapped layers side by side in the order of the ids, the documents' real
     tokens in request order. final: (T, H), the normed output of the last layer, when asked for."""
 
     hidden: torch.Tensor
     final: torch.Tensor | None
-
-
-def default_target_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]:
-    """Evenly spread ids from 1 to num_layers - 3, as z-lab's build_target_layer_ids gives them.
-
-    Raises UserError for a target too shallow for distinct taps.
-    """
-    if num_layers < num_taps + 3:
-        raise UserError(
-            f"a target of {num_layers} layers is too shallow for {num_taps} evenly spread taps: "
-            "give --layers"
-        )
-    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-
-
-@functools.lru_cache(maxsize=4)
-def target_facts(path: str) -> TargetFacts:
-    """Read a target's config.json. Raises UserError when there is none that transformers knows."""
-    facts = TargetFacts(path, _read_config(path).get_text_config())
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        size = getattr(facts.config, name, None)
-        if not isinstance(size, int) or size < 1:
-            raise UserError(
-                f"--target {path}: {type(facts.config).__name__} has {name} {size}; a language "
-                "model needs a number"
-            )
-    return facts
-
-
-def _read_config(path: str) -> Any:
-    if Path(path).is_file():
-        raise UserError(f"--target {path}: is a file; give the folder of the model")
-    is_folder = Path(path).is_dir()
-    if not is_folder and not re.fullmatch(HUB_ID, path):
-        raise UserError(f"--target {path}: no such folder, and not a hub id")
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever an odd config.json trips over
-        what = "no usable config.json" if is_folder else "no such folder, and no hub id that loads"
-        raise UserError(f"--target {path}: {what} ({_one_line(error)})") from error
-    method = _quantization(config) or _quantization(config.get_text_config())
-    if method and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise UserError(f"--target {path}: transformers knows no quantization {method!r}")
-    return config
-
-
-def _quantization(config: Any) -> str | None:
-    facts = getattr(config, "quantization_config", None)
-    return facts.get("quant_method") if isinstance(facts, dict) else None
 
 
 def padding_groups(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
@@ -244,9 +132,9 @@ class Target:
         that are missing, which transformers would fill with random ones.
         """
         check_layers(layers, target_facts(path).num_layers)
-        config = _read_config(path)
+        config = read_config(path)
         if Path(path).is_dir():
-            _check_files(Path(path))
+            check_files(Path(path))
         if not final:
             config = _cut_config(config, max(layers) + 1)
         try:
@@ -260,7 +148,7 @@ class Target:
                 trust_remote_code=False,
             )
         except Exception as error:  # as for the config
-            raise UserError(f"--target {path}: cannot load it ({_one_line(error)})") from error
+            raise UserError(f"--target {path}: cannot load it ({one_line(error)})") from error
         model, report = loaded
         mismatched = [entry[0] for entry in report["mismatched_keys"]]
         lacking = sorted([*report["missing_keys"], *mismatched])
@@ -354,7 +242,7 @@ class Target:
             if parts[0] == self._layers_name and int(parts[1]) >= num_used:
                 continue
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(_first_bytes(tensor))
+            digest.update(first_bytes(tensor))
         return digest.hexdigest()
 
     @torch.no_grad()
@@ -493,52 +381,6 @@ class _Sink:
         self.taken.add(tap)
 
 
-def _is_kernel(function: Callable[..., Any]) -> bool:
-    # transformers refuses packed sequences in its own versions, which know no borders, before
-    # anything else; a kernel misses its arguments instead
-    try:
-        function(cu_seqlens=True, seq_idx=True)
-    except ValueError:
-        return False
-    except TypeError:
-        return True
-    raise AssertionError(f"{function} runs without arguments")
-
-
-def check_layers(layers: Sequence[int], depth: int) -> None:
-    """Raises UserError for layers that are out of range, repeated, or the last one."""
-    for layer in layers:
-        if not 0 <= layer < depth:
-            raise UserError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
-        if layer == depth - 1:
-            raise UserError(
-                f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
-                "the final norm"
-            )
-    if len(set(layers)) != len(layers) or not layers:
-        raise UserError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
-
-
-def find_decoder(model: Any) -> tuple[Any, str]:
-    """The module that holds the list of all decoder layers, and the list's name in it.
-
-    Raises UserError for a class that has no such list, or several.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    depth = decoder.config.get_text_config().num_hidden_layers
-    lists = [
-        name
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    tops = [name for name in lists if name.count(".") == min(n.count(".") for n in lists)]
-    if len(tops) != 1:
-        found = "no list" if not tops else f"{len(tops)} lists"
-        raise UserError(f"--target: {found} of {depth} decoder layers in {type(model).__name__}")
-    parent, _, name = tops[0].rpartition(".")
-    return decoder.get_submodule(parent), name
-
-
 def _cut_config(config: Any, num_layers: int) -> Any:
     """The config of the first layers alone, so that no others are built and read from files.
 
@@ -559,92 +401,33 @@ def _cut_config(config: Any, num_layers: int) -> Any:
     return cut
 
 
-def embedding_fingerprint(embedding: torch.Tensor) -> str:
-    """sha256 of the first 4 KiB of an embedding table in bfloat16, whatever type it is held in."""
-    return hashlib.sha256(_first_bytes(embedding, torch.bfloat16)).hexdigest()
+def _is_kernel(function: Callable[..., Any]) -> bool:
+    # transformers refuses packed sequences in its own versions, which know no borders, before
+    # anything else; a kernel misses its arguments instead
+    try:
+        function(cu_seqlens=True, seq_idx=True)
+    except ValueError:
+        return False
+    except TypeError:
+        return True
+    raise AssertionError(f"{function} runs without arguments")
 
 
-def _first_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bytes:
-    dtype = dtype or tensor.dtype
-    head = tensor.flatten()[: FINGERPRINT_BYTES // dtype.itemsize].detach().to(dtype)
-    return head.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+def find_decoder(model: Any) -> tuple[Any, str]:
+    """The module that holds the list of all decoder layers, and the list's name in it.
 
-
-def read_embedding_and_head(
-    path: str, *, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and head, (V, H) each, straight from its safetensors files.
-
-    Tied ones are one tensor, returned twice; like transformers, a head of its own in the files wins
-    over a config that says tied. Raises UserError when they cannot be found.
+    Raises UserError for a class that has no such list, or several.
     """
-    folder = _local_folder(path)
-    names = _tensor_files(folder)
-    embedding_name = next((name for name in EMBEDDING_NAMES if name in names), None)
-    head_name = next((name for name in HEAD_NAMES if name in names), None)
-    # the text model's own word: a composite config need not repeat it
-    tied = _read_config(path).get_text_config().tie_word_embeddings
-    if embedding_name is None or (head_name is None and not tied):
-        raise UserError(f"--target {path}: no embed_tokens.weight or lm_head.weight in its files")
-
-    def read(name: str) -> torch.Tensor:
-        with _open_weights(names[name]) as file:
-            return file.get_tensor(name).to(device=device, dtype=dtype)
-
-    embedding = read(embedding_name)
-    if head_name is None:
-        return embedding, embedding
-    head = read(head_name)
-    return embedding, embedding if tied and torch.equal(head, embedding) else head
-
-
-def _local_folder(path: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download  # only for hub ids
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--target {path}: {_one_line(error)}") from error
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_bytes())["weight_map"]
-            return {name: folder / file for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"--target {folder}: {index.name} is damaged") from error
-    if not single.exists():
-        raise UserError(f"--target {folder}: no model.safetensors in it")
-    with _open_weights(single) as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _check_files(folder: Path) -> None:
-    """Refuse safetensors files that are missing, cut short or none, before anything is loaded."""
-    if any(folder.glob("*.safetensors*")):  # some targets have other files
-        for path in sorted(set(_tensor_files(folder).values())):
-            with _open_weights(path):
-                pass
-
-
-@contextlib.contextmanager
-def _open_weights(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise UserError(f"--target {path.parent}: {path.name} is missing") from error
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = f"is damaged ({_one_line(error)}): download it again"
-        with contextlib.suppress(OSError), path.open("rb") as raw:
-            if raw.read(len(GIT_LFS)) == GIT_LFS:
-                reason = "is a pointer of git-lfs: run git lfs pull there"
-        raise UserError(f"--target {path.parent}: {path.name} {reason}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    depth = decoder.config.get_text_config().num_hidden_layers
+    lists = [
+        name
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    tops = [name for name in lists if name.count(".") == min(n.count(".") for n in lists)]
+    if len(tops) != 1:
+        found = "no list" if not tops else f"{len(tops)} lists"
+        raise UserError(f"--target: {found} of {depth} decoder layers in {type(model).__name__}")
+    parent, _, name = tops[0].rpartition(".")
+    return decoder.get_submodule(parent), name

@@ -27,7 +27,8 @@ import torch
 from pyarrow import flight
 
 from common.run import UserError
-from common.target import Taps, Target, embedding_fingerprint
+from common.target import Taps, Target
+from common.target_files import embedding_fingerprint
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its errors reach us as exceptions anyway
 

@@ -7,7 +7,7 @@ import torch
 
 from common.drafter import Drafter, DrafterConfig, rotary_table, rotate
 from common.run import UserError
-from common.target import default_target_layers
+from common.target_files import default_target_layers
 
 
 def qwen_config(**changes) -> DrafterConfig:

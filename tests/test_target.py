@@ -13,11 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from common.run import UserError
-from common.target import (
-    Target,
+from common.target import Target, padding_groups
+from common.target_files import (
     default_target_layers,
     embedding_fingerprint,
-    padding_groups,
     read_embedding_and_head,
     target_facts,
 )
