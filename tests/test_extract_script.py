@@ -19,6 +19,7 @@ from common.client import ServedHiddenStates, describe
 from common.run import UserError
 from common.target import Target
 from common.wire import ColocatedHiddenStates
+from tests import forked
 from tests.servers import free_port
 from tests.tiny_models import tiny_target
 
@@ -49,7 +50,7 @@ def serving(target_folder, *flags, port=0, stderr=None):
 
 
 def run_script(*flags):
-    return subprocess.run([*SCRIPT, *flags], capture_output=True, text=True, timeout=120)
+    return forked.run_to_end("extract_hidden_online", flags, environment=os.environ, timeout=120)
 
 
 def requests(count=12):

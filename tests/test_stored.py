@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from common.storing import (
 from common.target import Target
 from common.wire import ColocatedHiddenStates
 from common.workfolder import work_folder
+from tests import forked
 from tests.tiny_run import make_inputs, make_target, tokenize, train
 
 ROOT = Path(__file__).parent.parent
@@ -54,8 +54,7 @@ def hidden_states(target):
 
 
 def extract(*flags):
-    command = [sys.executable, str(ROOT / "extract_hidden_online.py"), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forked.run_to_end("extract_hidden_online", flags, environment=os.environ, timeout=120)
 
 
 def write(target, data, output, *flags):
