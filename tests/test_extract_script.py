@@ -36,7 +36,9 @@ def target_folder(tmp_path_factory):
 @contextlib.contextmanager
 def running(*flags, stderr=None):
     """A server process; its addresses are lines of `process.stdout`."""
-    process = subprocess.Popen([*SCRIPT, *flags], stdout=subprocess.PIPE, stderr=stderr, text=True)
+    process = forked.Popen(
+        "extract_hidden_online", flags, env=os.environ, stdout=subprocess.PIPE, stderr=stderr
+    )
     try:
         yield process
     finally:
@@ -50,7 +52,7 @@ def serving(target_folder, *flags, port=0, stderr=None):
 
 
 def run_script(*flags):
-    return forked.run_to_end("extract_hidden_online", flags, environment=os.environ, timeout=120)
+    return forked.run_to_end("extract_hidden_online", flags, env=os.environ, timeout=120)
 
 
 def requests(count=12):

@@ -54,7 +54,7 @@ def hidden_states(target):
 
 
 def extract(*flags):
-    return forked.run_to_end("extract_hidden_online", flags, environment=os.environ, timeout=120)
+    return forked.run_to_end("extract_hidden_online", flags, env=os.environ, timeout=120)
 
 
 def write(target, data, output, *flags):

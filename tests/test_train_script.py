@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import train_dflash_online
 from common.drafter import Drafter, DrafterConfig
 from common.run import UserError
+from tests import forked
 from tests.servers import free_port
 from tests.test_extract_script import serving
 from tests.tiny_run import (
@@ -81,12 +82,15 @@ def test_the_export_has_the_engines_names_and_the_trained_weights(calm_run, tmp_
         assert torch.equal(tensor, trained[f"model.{name}"].to(torch.bfloat16)), name
 
 
+def start(command, **outputs):
+    return forked.Popen("train_dflash_online", command, env=ENVIRONMENT, **outputs)
+
+
 def test_a_killed_run_resumes_to_the_bit(parts, calm_run, tmp_path):
     _, data, target = parts
     flags = ("--max-steps", "6", "--save-every", "2")
-    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run", *flags)]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
+    command = training_command(data, target, tmp_path / "run", *flags)
+    process = start(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(tmp_path / "run/checkpoints/step-00000002")
     process.kill()
     process.wait()
@@ -105,8 +109,8 @@ def test_a_stopped_run_saves_its_step_and_resumes_to_the_bit(
 ):
     _, data, target = parts
     flags = ("--max-steps", "6", "--save-every", "1000")
-    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run", *flags)]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    command = training_command(data, target, tmp_path / "run", *flags)
+    process = start(command, stderr=subprocess.PIPE)
     for line in process.stderr:
         if " step=3/6 " in line:
             process.send_signal(signal.SIGHUP)  # a dropped connection must change nothing
@@ -187,9 +191,7 @@ def train_and_kill(parts, output, server, *addresses):
     _, data, target = parts
     flags = ("--max-steps", "6", "--save-every", "2", "--prefetch", "1")
     command = training_command(data, target, output, *flags, "--hidden-states", ",".join(addresses))
-    trainer = subprocess.Popen(
-        [sys.executable, TRAINER, *command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
+    trainer = start(command, stderr=subprocess.PIPE)
     for line in trainer.stderr:
         if " step=1/" in line:
             server.kill()
@@ -277,11 +279,10 @@ def test_one_ranks_checkpoint_resumes_on_two(parts, calm_run, tmp_path):
 def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, calm_run, tmp_path):
     root, _, target = parts
     command = [
-        sys.executable, TRAINER,
-        *training_command(tmp_path / "data", target, tmp_path / "run", "--max-steps", "6",
+                *training_command(tmp_path / "data", target, tmp_path / "run", "--max-steps", "6",
                           "--save-every", "2"),
     ]  # fmt: skip
-    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    process = start(command, stderr=subprocess.PIPE)
     seen = []
 
     def tokenize_shards(part: str) -> None:
@@ -363,9 +364,7 @@ def test_servers_that_stay_away_end_the_run_with_its_steps_saved(parts, tmp_path
             data, target, tmp_path / "run", "--epochs", "1000", "--hidden-states", address,
             "--server-timeout", "2", "--prefetch", "1",
         )  # fmt: skip
-        trainer = subprocess.Popen(
-            [sys.executable, TRAINER, *command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-        )
+        trainer = start(command, stderr=subprocess.PIPE)
         for line in trainer.stderr:
             if " step=2/" in line:
                 server.kill()

@@ -70,9 +70,7 @@ def train(
     """Run the trainer to its end: by itself, or under torchrun on `ranks` ranks."""
     command = training_command(data, target, output, *flags)
     if not ranks:
-        return forked.run_to_end(
-            "train_dflash_online", command, environment=ENVIRONMENT, timeout=240
-        )
+        return forked.run_to_end("train_dflash_online", command, env=ENVIRONMENT, timeout=240)
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={ranks}", "--signals-to-handle", "SIGTERM,SIGINT", TRAINER),
