@@ -41,7 +41,7 @@ fi
 
 # torchrun would handle SIGHUP by itself, and end the run with the SSH connection
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$TRAINERS" \
-    --signals-to-handle SIGTERM,SIGINT train_dflash_online.py --data "$DATA" --target "$TARGET" \
+    --signals-to-handle SIGTERM,SIGINT --shutdown-timeout 1800 train_dflash_online.py --data "$DATA" --target "$TARGET" \
     --output "$RUN" --hidden-states "$HIDDEN_STATES" $TRAIN_FLAGS &
 trainer=$!
 started+=("$trainer")

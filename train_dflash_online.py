@@ -10,8 +10,9 @@ Resume  run the same command again: it goes on from the newest whole checkpoint,
 
   python train_dflash_online.py --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a \\
       --hidden-states 127.0.0.1:8815
-  torchrun --nproc-per-node 4 --signals-to-handle SIGTERM,SIGINT train_dflash_online.py \\
-      --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a --hidden-states colocated
+  torchrun --nproc-per-node 4 --signals-to-handle SIGTERM,SIGINT --shutdown-timeout 1800 \\
+      train_dflash_online.py --data s3://bucket/tokens/ --target Qwen3.6-27B --output runs/a \\
+      --hidden-states colocated
 
 Exit codes: 0 done, 1 failed, 2 usage; a single process ends with 143 after SIGTERM and 130 after
 Ctrl-C, with the step finished and saved (torchrun itself returns 1 then).
@@ -58,6 +59,7 @@ from common.training import (
 )
 
 NEEDED = ("data", "target", "output")  # to train
+MAX_PACK_LENGTH, MAX_SEED = 1 << 20, (1 << 63) - 1
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
 FREE_FLAGS = frozenset(
@@ -136,14 +138,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--draft-config", type=Path, help="config.json to take the shape from instead"
     )
+    group.add_argument("--draft-layers", type=run.positive_int, help="depth of the drafter [5]")
+    group.add_argument("--block-size", type=run.positive_int, help="the anchor and the drafts [16]")
     group.add_argument(
-        "--draft-layers", type=run.positive_int, default=5, help="depth of the drafter"
-    )
-    group.add_argument(
-        "--block-size", type=run.positive_int, default=16, help="the anchor and the drafts"
-    )
-    group.add_argument(
-        "--sliding-window", type=run.non_negative_int, default=2048, help="0: all layers full"
+        "--sliding-window", type=run.non_negative_int, help="0: all layers full [2048]"
     )
     group.add_argument("--init-from", type=Path, help="folder of a drafter to go on from")
     group = parser.add_argument_group("training")
@@ -230,7 +228,11 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError(
             f"--pack-length {args.pack_length}: must be a multiple of {PACK_MULTIPLE}"
         )
-    if args.block_size < 2:
+    if args.pack_length > MAX_PACK_LENGTH or args.seed > MAX_SEED:
+        raise run.UsageError(
+            f"--pack-length may be {MAX_PACK_LENGTH:,} at most, --seed {MAX_SEED:,}"
+        )
+    if args.block_size == 1:
         raise run.UsageError("--block-size 1: must be at least 2, the anchor and one draft")
     if int(args.anchor_ratio * args.pack_length) < 1:
         raise run.UsageError(f"--anchor-ratio {args.anchor_ratio}: gives no anchor in a pack")
@@ -367,6 +369,7 @@ def find_resume(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -
     if args.resume == "auto":
         return checkpoints.newest()
     if args.resume != "never":
+        refuse_later(args, checkpoints)
         return Path(args.resume)
     if where := checkpoints.occupied():
         raise run.UserError(
@@ -375,21 +378,33 @@ def find_resume(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -
     return None
 
 
+def refuse_later(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -> None:
+    """Refuse to go back while later checkpoints are there, which the next rerun would take."""
+    step = checkpoint.read_state(Path(args.resume))["step"]
+    if later := checkpoints.later_than(step):
+        raise run.UserError(
+            f"--resume {args.resume}: {later} would be taken by the next rerun; move what comes "
+            "after it away, or give another --output (and --checkpoint-uri)"
+        )
+
+
 def refuse_changes(
     args: argparse.Namespace, where: Path | str, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> None:
-    """Compare the settings of the run in the run folder or the mirror with this command's."""
-    allowed = {name.strip().replace("-", "_") for name in args.allow_change.split(",")}
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted({*old, *new} - allowed)
-        if old.get(key) != new.get(key)
-    ]
+) -> set[str]:
+    """Compare the settings of a run with this command's; those that --allow-change lets differ."""
+    allowed = {name.strip().replace("-", "_") for name in args.allow_change.split(",")} - {""}
+    if unknown := allowed - {*old, *new}:
+        raise run.UsageError(f"--allow-change: no setting is called {', '.join(sorted(unknown))}")
+    differing = {key for key in {*old, *new} if old.get(key) != new.get(key)}
+    if "draft_config" in differing:
+        allowed -= differing  # a checkpoint fits its own drafter; --init-from takes weights alone
+    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(differing - allowed)]
     if changed:
         raise run.UserError(
             f"{where} holds a run with other settings ({'; '.join(changed)}).\n"
             "Use another place, or name what may change in --allow-change"
         )
+    return differing
 
 
 def restore(
@@ -445,7 +460,12 @@ def previous_settings(output: Path, old: Mapping[str, Any] | None) -> dict[str, 
     if old is not None:
         return old["settings"]
     path = output / "run.json"
-    return json.loads(path.read_bytes())["training_settings"] if path.exists() else None
+    try:
+        return json.loads(path.read_bytes())["training_settings"] if path.exists() else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise run.UserError(
+            f"{path}: not of a training run, or damaged; choose another --output, or delete it"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -470,7 +490,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 contextlib.ExitStack() as closing,
             ):
                 mirror = open_mirror(args) if world.is_main else None
-                status = open_status(args, mirror, closing) if world.is_main else None
+                status = None
+                if world.is_main and not args.dry_run:
+                    status = open_status(args, mirror, closing)
                 checkpoints = open_checkpoints(args, mirror, world, log)
                 closing.callback(checkpoints.close)
                 return run_training(
@@ -530,17 +552,25 @@ def run_training(
     old = checkpoint.read_state(resumed) if resumed is not None else None
     setup = prepare(args, world, log, stop, closing, free_flags=FREE_FLAGS)
     previous = previous_settings(args.output, old)
+    changed = set()
     if previous is not None:
-        refuse_changes(args, args.output, previous, setup.settings)
+        changed = refuse_changes(args, args.output, previous, setup.settings)
+        if changed:
+            log.warning(f"goes on with other settings than it began with: {sorted(changed)}")
     mirrored = checkpoints.mirrored_state()
     if mirrored is not None:
         refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
     exported = (args.output / "export/config.json").exists()
-    if old is not None and old["finished"] and exported:
+    longer = changed & {"epochs", "max_steps"}
+    if old is not None and old["finished"] and exported and not longer and not args.dry_run:
         log.info(f"nothing to do: {resumed} is the end of this run")
+        if status is not None:
+            status.update(state="finished", step=old["step"], horizon=old["horizon"])
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)
     state = restore(setup, drafter, optimizer, resumed, old)
+    if longer:
+        state.horizon = horizon_of(setup)
     training = Training(setup, drafter, optimizer, state, checkpoints, stop, log, None, status)
     if args.dry_run:
         with contextlib.closing(open_feed(training)) as feed:
@@ -559,7 +589,7 @@ def run_training(
     if training.journal is not None:
         training.journal.draw_curves()
         write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})
-        print_summary(training, wall_s=time.monotonic() - began)
+        print_summary(training, finished=finished, wall_s=time.monotonic() - began)
     training.tell(state="finished" if finished else "stopped")
     return 0 if finished else stop.exit_code
 

@@ -114,7 +114,7 @@ def make_blocks(
 def decay_weights(blocks: Blocks, *, gamma: float) -> torch.Tensor:
     """exp(-(k-1)/gamma) on supervised slots, 0 elsewhere: (Q,) float32 (arXiv 2602.06036)."""
     slots = torch.arange(blocks.block_size, device=blocks.anchors.device)
-    decay = torch.exp(-(slots.float() - 1) / gamma)
+    decay = torch.exp(-(slots.float() - 1).clamp(min=0) / gamma)
     return decay.repeat(len(blocks.anchors)) * blocks.supervised
 
 

@@ -2,9 +2,9 @@
 
 A checkpoint is the folder checkpoints/step-00001000: torch.distributed.checkpoint's files (float32
 weights and optimizer, one part a rank, loadable on another number of ranks) and trainer.json (step,
-data cursor, horizon, health, settings). It is written under a name that starts with a dot and
-renamed when whole, so a folder with the real name is a whole one. checkpoints/latest holds the
-newest name.
+data cursor, horizon, health, settings, size and sha256 of each file). It is written under a name
+that starts with a dot and renamed when whole, so a folder with the real name is a whole one.
+checkpoints/latest holds the newest name.
 
 The export is config.json and model.safetensors with the bare names of z-lab's drafters.
 """
@@ -36,6 +36,8 @@ from common.mirror import Mirror
 from common.run import UserError, format_bytes, json_bytes, write_atomic
 from common.stepfolders import (
     STATE_FILE,
+    damaged_file,
+    file_facts,
     find_newest,
     is_whole,
     kept_steps,
@@ -76,14 +78,15 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[str | None] | None = None  # of what went wrong
         self._written: int | None = None  # the last step that this process wrote whole
+        self._files: dict[str, Any] = {}  # of it
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; None when there is none. Every rank calls it.
 
         A folder without any, as on a new machine, gets the newest one of the mirror first.
         """
-        failure = None
-        if self._mirror is not None and find_newest(self._folder) is None:
+        failure, found = None, self._newest_sound() if self._world.is_main else None
+        if self._mirror is not None and found is None:  # on the main rank alone
             try:
                 self._mirror.download_newest()
             except UserError as error:
@@ -91,7 +94,21 @@ class Checkpoints:
         if not self._world.agree(failure is None):
             raise failure or UserError("the main rank could not read the mirrored checkpoints")
         self._world.barrier()
-        return find_newest(self._folder)
+        if found is None and self._world.is_main:
+            found = self._newest_sound()
+        heard = [found]
+        if self._group is not None:  # the main rank alone has read gigabytes for it
+            torch.distributed.broadcast_object_list(heard, src=0, group=self._group)
+        return heard[0]
+
+    def _newest_sound(self) -> Path | None:
+        """The newest whole checkpoint whose files are as they were written."""
+        for path in reversed(whole_steps(self._folder).values()):
+            odd = damaged_file(path)
+            if odd is None:
+                return path
+            self._log.warning(f"{path}: {odd} is not as it was written; taking the one before")
+        return None
 
     def occupied(self) -> str | None:
         """Which place holds checkpoints already: the folder, or the mirror; None when neither."""
@@ -99,6 +116,15 @@ class Checkpoints:
             return str(self._folder)
         if self._mirror is not None and self._mirror.steps():
             return self._mirror.uri
+        return None
+
+    def later_than(self, step: int) -> str | None:
+        """A checkpoint after `step`, in the folder or the mirror; None when there is none."""
+        for later, path in whole_steps(self._folder).items():
+            if later > step:
+                return str(path)
+        if self._mirror is not None and any(later > step for later in self._mirror.steps()):
+            return f"step {max(self._mirror.steps())} in {self._mirror.uri}"
         return None
 
     def mirrored_state(self) -> dict[str, Any] | None:
@@ -118,7 +144,7 @@ class Checkpoints:
         Waits for the checkpoint before, so that one copy at most lies in memory.
         """
         self._finish_writing()
-        document = json_bytes({**state, "step": step, "version": STATE_VERSION})
+        document = {**state, "step": step, "version": STATE_VERSION}
         if step == self._written:  # the weights are there, only what is said about them changes
             self._writing = self._pool.submit(self._rewrite_state, step, document)
             return
@@ -152,7 +178,7 @@ class Checkpoints:
 
     # ---- in the background, on all ranks alike
 
-    def _write(self, step: int, copied: dict[str, Any], document: bytes) -> str | None:
+    def _write(self, step: int, copied: dict[str, Any], document: dict[str, Any]) -> str | None:
         partial = partial_path(self._folder, step)
 
         def prepare() -> None:
@@ -160,7 +186,8 @@ class Checkpoints:
             partial.mkdir(parents=True)
 
         def commit() -> None:
-            write_atomic(partial / STATE_FILE, document)
+            self._files = file_facts(partial)
+            write_atomic(partial / STATE_FILE, with_files(document, self._files))
             put_in_place(partial, self._folder / step_name(step))
 
         failure = (
@@ -173,9 +200,9 @@ class Checkpoints:
             self._follow(step)
         return failure
 
-    def _rewrite_state(self, step: int, document: bytes) -> str | None:
+    def _rewrite_state(self, step: int, document: dict[str, Any]) -> str | None:
         path = self._folder / step_name(step) / STATE_FILE
-        failure = self._on_main(lambda: write_atomic(path, document))
+        failure = self._on_main(lambda: write_atomic(path, with_files(document, self._files)))
         if failure is not None:
             self._give_up(step, failure)
         else:
@@ -264,6 +291,10 @@ def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
+def with_files(document: Mapping[str, Any], files: Mapping[str, Any]) -> bytes:
+    return json_bytes({**document, "files": files})
+
+
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -274,7 +305,10 @@ def read_state(path: Path) -> dict[str, Any]:
     """The trainer.json of a checkpoint. Raises UserError when it is not a whole one."""
     if not is_whole(path):
         raise UserError(f"--resume {path}: not a whole checkpoint (no .metadata or {STATE_FILE})")
-    state = json.loads((path / STATE_FILE).read_bytes())
+    try:
+        state = json.loads((path / STATE_FILE).read_bytes())
+    except ValueError as error:
+        raise UserError(f"--resume {path}: its {STATE_FILE} is damaged") from error
     if state.get("version") != STATE_VERSION:
         raise UserError(
             f"{path}: checkpoint version {state.get('version')}, this trainer reads {STATE_VERSION}"

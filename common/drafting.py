@@ -172,7 +172,10 @@ def micro_batches(
 
 @dataclass(frozen=True)
 class StepSums:
-    """Figures of one step over all ranks; the loss is per unit of weight, tap_figures (3, L)."""
+    """Figures of one step over all ranks.
+
+    The loss is per unit of weight; tap_figures (F, 3, L) are of each forward.
+    """
 
     loss: float
     correct: float
@@ -208,13 +211,16 @@ def accumulate_gradients(
     num_layers = len(config.target_layer_ids)
     # summed where they are: fetching them for each micro-batch would hold the host up
     sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64, device=world.device)
-    figures = torch.zeros(3, num_layers, dtype=torch.float64, device=world.device)
+    # each rank fills its own forwards' places, so that the sum over ranks holds them all
+    figures = torch.zeros(
+        world.size, len(batches), 3, num_layers, dtype=torch.float64, device=world.device
+    )
     for index, batch in enumerate(batches):
         drafter.set_requires_gradient_sync(index == len(batches) - 1)
         states = [taps.hidden for taps in batch.taps]
         taps = padded_taps(batch.packs, states, ends.embedding)
         real = batch.pack.documents != PADDING
-        figures += tap_figures(taps, real, num_layers=num_layers)
+        figures[world.rank, index] = tap_figures(taps, real, num_layers=num_layers)
         output = draft_blocks(
             drafter,
             config,
@@ -236,5 +242,5 @@ def accumulate_gradients(
         tokens=int(tokens),
         loss_tokens=int(loss_tokens),
         anchors=int(anchors),
-        tap_figures=torch.tensor(summed, dtype=torch.float64).view(figures.shape),
+        tap_figures=torch.tensor(summed, dtype=torch.float64).view(-1, 3, num_layers),
     )

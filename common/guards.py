@@ -2,7 +2,7 @@
 
 A hybrid target behind an engine once delivered zeros only, and the loss still fell. So every step's
 hidden states are looked at before they may change a weight: all finite, not all alike, and each
-layer's mean norm inside a band that the first steps of the run have set.
+layer's median norm inside a band that the first steps of the run have set.
 """
 
 import math
@@ -15,15 +15,16 @@ import torch
 from common.run import UserError
 
 BAND_STEPS = 10  # that set the band
-BAND_FACTOR = 3.0  # how far outside of what they showed a mean norm may lie
+BAND_FACTOR = 3.0  # how far outside of what they showed a median norm may lie
 MAX_SKIPPED = 10  # steps in a row without a finite loss
 
 
 def tap_figures(taps: torch.Tensor, real: torch.Tensor, *, num_layers: int) -> torch.Tensor:
-    """Sums over a forward's tokens that tell whether its hidden states are sound, (3, L) float64.
+    """What tells whether the hidden states of a forward are sound, (3, L) float64.
 
-    taps (1, S, L*H), real (S,) bool: not padding. Rows: the norms, how many of them are not finite,
-    and 1 where a layer's norms are not all alike.
+    taps (1, S, L*H), real (S,) bool: not padding. Rows: the median norm (the first token of a
+    document has one far above, so a mean would depend on how many there are), nan without any
+    token; how many norms are not finite; 1 where a layer's norms are all alike.
     """
     norms = torch.stack(
         [
@@ -31,43 +32,47 @@ def tap_figures(taps: torch.Tensor, real: torch.Tensor, *, num_layers: int) -> t
             for states in taps[0].chunk(num_layers, dim=-1)
         ]
     )
-    finite = norms.isfinite() | ~real
-    inside = norms.where(finite & real, 0.0)
-    differ = inside.amax(dim=1) > norms.where(real, math.inf).amin(dim=1)
-    return torch.stack([inside.double().sum(dim=1), (~finite).double().sum(dim=1), differ.double()])
+    sound = norms.isfinite() & real
+    median = norms.where(sound, math.nan).nanmedian(dim=1).values
+    broken = (real & ~norms.isfinite()).sum(dim=1)
+    low = norms.where(sound, math.inf).amin(dim=1)
+    alike = (low == norms.where(sound, -math.inf).amax(dim=1)) & (real.sum() > 1)
+    return torch.stack([median.double(), broken.double(), alike.double()])
 
 
 @dataclass
 class HiddenStateBand:
-    """The range of each layer's mean norm over the first steps; kept in checkpoints."""
+    """The range of each layer's median norm in the first steps; kept in checkpoints."""
 
     steps: int = 0
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
 
-    def check(self, figures: torch.Tensor, *, tokens: int, layers: Sequence[int]) -> None:
-        """Judge a step by its summed `tap_figures`, and learn from it while the band is open.
+    def check(self, figures: torch.Tensor, *, layers: Sequence[int]) -> None:
+        """Judge the `tap_figures` of all forwards of a step, (F, 3, L); learn while it is open.
 
         Raises UserError that names the layer.
         """
-        if tokens == 0:
-            return
-        means = (figures[0] / tokens).tolist()
+        medians, broken, alike = figures.unbind(dim=1)
         for index, layer in enumerate(layers):
-            if figures[1, index]:
-                self._refuse(layer, f"{int(figures[1, index]):,} of them are not finite")
-            if not figures[2, index]:
-                self._refuse(layer, "they are all alike")
+            if broken[:, index].any():
+                self._refuse(layer, f"{int(broken[:, index].sum()):,} of them are not finite")
+            if alike[:, index].any():
+                self._refuse(layer, "those of a forward are all alike")
+        seen = medians[~medians.isnan().any(dim=1)]
+        if len(seen) == 0:
+            return  # a step of empty packs
+        lowest, highest = seen.amin(dim=0).tolist(), seen.amax(dim=0).tolist()
         if self.steps < BAND_STEPS:
-            self.low = [min(pair) for pair in zip(self.low or means, means, strict=True)]
-            self.high = [max(pair) for pair in zip(self.high or means, means, strict=True)]
+            self.low = [min(pair) for pair in zip(self.low or lowest, lowest, strict=True)]
+            self.high = [max(pair) for pair in zip(self.high or highest, highest, strict=True)]
             self.steps += 1
-        for layer, mean, low, high in zip(layers, means, self.low, self.high, strict=True):
-            if not low / BAND_FACTOR <= mean <= high * BAND_FACTOR:
-                self._refuse(
-                    layer,
-                    f"their mean norm is {mean:.3g}, in the first steps {low:.3g} to {high:.3g}",
-                )
+        for layer, *norms in zip(layers, lowest, highest, self.low, self.high, strict=True):
+            lowest_, highest_, low, high = norms
+            odd = lowest_ if lowest_ < low / BAND_FACTOR else highest_
+            if not low / BAND_FACTOR <= odd <= high * BAND_FACTOR:
+                usual = f"{low:.3g} to {high:.3g}"
+                self._refuse(layer, f"their median norm is {odd:.3g}, at first {usual}")
 
     def _refuse(self, layer: int, what: str) -> None:
         raise UserError(

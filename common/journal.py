@@ -113,12 +113,18 @@ def open_reporter(name: str, folder: Path, settings: Mapping[str, Any]) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a run folder's metrics.jsonl, oldest first; a cut last line is left out."""
+    """The entries of a run folder's metrics.jsonl, oldest first.
+
+    Lines that a crash has cut or blanked are left out.
+    """
     path = folder / METRICS_FILE
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    entries = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return entries
 
 
 def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:

@@ -8,6 +8,7 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import signal
@@ -74,7 +75,7 @@ def non_negative_int(text: str) -> int:
 def positive_float(text: str) -> float:
     """Parse a number above 0."""
     value = _bounded(float, text, low=0.0, what="a number above 0")
-    if value == 0:
+    if value == 0 or math.isinf(value):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
     return value
 

@@ -45,6 +45,7 @@ from common.wire import (
 
 ADAM_BETAS = (0.9, 0.95)
 SHARD_POLL_S = 1.0
+DEFAULT_SHAPE = {"draft_layers": 5, "block_size": 16, "sliding_window": 2048}  # z-lab's
 WEIGHTS_FILE = "model.safetensors"
 ADDRESS = r"(grpc(\+tls|\+tcp)?://)?[^/,]+:\d+"
 
@@ -113,19 +114,21 @@ def open_hidden_states(
     )
 
 
-def read_draft_config(path: Path) -> DrafterConfig:
+def read_draft_config(path: Path, flag: str) -> DrafterConfig:
     try:
         return DrafterConfig.from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
-        raise run.UserError(f"--draft-config {path}: {error}") from error
+        raise run.UserError(f"{flag}: cannot read {path} ({error})") from error
 
 
 def given_config(args: argparse.Namespace) -> tuple[str, DrafterConfig] | None:
     """The drafter's shape where a file says it, --draft-config or --init-from, and which."""
     if args.draft_config is not None:
-        return f"--draft-config {args.draft_config}", read_draft_config(args.draft_config)
+        flag = f"--draft-config {args.draft_config}"
+        return flag, read_draft_config(args.draft_config, flag)
     if args.init_from is not None:
-        return f"--init-from {args.init_from}", read_draft_config(args.init_from / "config.json")
+        flag = f"--init-from {args.init_from}"
+        return flag, read_draft_config(args.init_from / "config.json", flag)
     return None
 
 
@@ -152,14 +155,26 @@ def drafter_config(args: argparse.Namespace, mask_token_id: int) -> DrafterConfi
             "target_layer_ids": (config.target_layer_ids, tuple(args.layers)),
             "mask_token_id": (config.mask_token_id, mask_token_id),
         }
+        shape = {
+            "draft_layers": config.num_hidden_layers,
+            "block_size": config.block_size,
+            "sliding_window": config.sliding_window or 0,
+        }
+        for name, value in shape.items():
+            if getattr(args, name) is not None:
+                expected[name] = (value, getattr(args, name))
         differing = [
             f"{name} is {got}, not {want}" for name, (got, want) in expected.items() if got != want
         ]
         if differing:
             raise run.UserError(
-                f"{flag}: made for another target, data or --layers: {'; '.join(differing)}"
+                f"{flag}: made for another target, data or flags: {'; '.join(differing)}"
             )
+        vars(args).update(shape)
         return config
+    for name, value in DEFAULT_SHAPE.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     return DrafterConfig.for_target(
         hidden_size=facts.hidden_size,
         intermediate_size=facts.intermediate_size,
@@ -236,7 +251,10 @@ def run_settings(
     if isinstance(hidden_states, StoredHiddenStates):
         chosen["first_rows"] = hidden_states.num_rows
     if args.init_from is not None:
-        chosen["init_from"] = file_sha256(args.init_from / WEIGHTS_FILE)
+        try:
+            chosen["init_from"] = file_sha256(args.init_from / WEIGHTS_FILE)
+        except OSError as error:
+            raise run.UserError(f"--init-from {args.init_from}: no {WEIGHTS_FILE} in it") from error
     chosen["weights_fingerprint"] = hidden_states.description.weights_fingerprint
     return json.loads(run.json_bytes(chosen))
 

@@ -308,8 +308,15 @@ class TokenizedDataset:
         data = self._read(record_key(index))
         if data is None:
             return None
-        record = json.loads(data)
-        if record["plan_sha256"] != self.plan.sha256:
+        try:
+            record = json.loads(data)
+            same_plan = record["plan_sha256"] == self.plan.sha256
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self._store.uri}: {record_key(index)} is no commit record; delete it and run "
+                "tokenize_completions.py again"
+            ) from error
+        if not same_plan:
             raise UserError(
                 f"{self._store.uri}: {record_key(index)} belongs to another plan; the dataset was "
                 "replaced under this run"

@@ -73,8 +73,9 @@ def read_status(folder: Path) -> dict[str, Any]:
     """The fields of a run folder's status.json. Raises UserError when there is none."""
     path = folder / STATUS_FILE
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        fields = json.loads(path.read_bytes())
+        return {**fields, "updated_at": float(fields["updated_at"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"--status {folder}: no {STATUS_FILE} there: not a run folder?") from error
 
 
@@ -89,7 +90,10 @@ def print_status(folder: Path) -> None:
         f"Run {folder}",
         [
             ("state", state),
-            ("heard of", f"{format_duration(age)} ago, pid {fields['pid']} on {fields['host']}"),
+            (
+                "heard of",
+                f"{format_duration(age)} ago, pid {fields.get('pid')} on {fields.get('host')}",
+            ),
             *[(key.replace("_", " "), _shown(key, value)) for key, value in _told(fields).items()],
         ],
     )

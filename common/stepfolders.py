@@ -5,10 +5,14 @@ starts with a dot, so that a kill at any moment leaves whole checkpoints and dot
 step-00001000.replaced is a whole one whose place another of the same step takes just then.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from common.cache import file_sha256
 
 STATE_FILE = "trainer.json"
 METADATA_FILE = ".metadata"  # torch's, which it writes after the ranks' files
@@ -28,6 +32,30 @@ def step_of(name: str) -> int | None:
 def is_whole(path: Path) -> bool:
     """True when torch's metadata and the trainer's state are both there."""
     return (path / METADATA_FILE).is_file() and (path / STATE_FILE).is_file()
+
+
+def file_facts(path: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of what torch wrote into a checkpoint, by name; trainer.json keeps them."""
+    return {
+        file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        for file in sorted(path.iterdir())
+        if file.name != STATE_FILE
+    }
+
+
+def damaged_file(path: Path) -> str | None:
+    """A file of a checkpoint that is not as it was written; None when all are."""
+    try:
+        files = json.loads((path / STATE_FILE).read_bytes())["files"]
+    except (ValueError, KeyError, TypeError):
+        return STATE_FILE
+    for name, facts in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            return name
+        if file_sha256(file) != facts["sha256"]:
+            return name
+    return None
 
 
 def whole_steps(folder: Path) -> dict[int, Path]:

@@ -137,7 +137,7 @@ def print_dry_run(training: Training, feed: StepFeed) -> None:
         )
 
 
-def print_summary(training: Training, *, wall_s: float) -> None:
+def print_summary(training: Training, *, finished: bool, wall_s: float) -> None:
     """What was trained, how well it drafts now, what held it up, and where it lies."""
     args, state = training.args, training.state
     parameters = sum(parameter.numel() for parameter in training.drafter.parameters())
@@ -150,7 +150,7 @@ def print_summary(training: Training, *, wall_s: float) -> None:
             ("steps skipped", f"{state.guards.skipped.total:,}"),
             *held_out_rows(args.output),
             ("bottleneck", bottleneck(training.pace, colocated=args.hidden_states == "colocated")),
-            ("export", args.output / "export"),
+            ("export", args.output / "export" if finished else "at the end of the run"),
             ("curves", args.output / "curves.png"),
             ("wall time", run.format_duration(wall_s)),
         ],

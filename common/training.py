@@ -116,7 +116,7 @@ def train_step(training: Training, ready: ReadyStep, *, data_wait_s: float) -> d
     """
     began, args, state = time.monotonic(), training.args, training.state
     sums = gradients(training, ready)
-    state.guards.band.check(sums.tap_figures, tokens=sums.tokens, layers=args.layers)
+    state.guards.band.check(sums.tap_figures, layers=args.layers)
     norm = nn.utils.clip_grad_norm_(training.drafter.parameters(), MAX_GRAD_NORM)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     step = state.step + 1

@@ -97,7 +97,9 @@ def test_a_checkpoint_holds_the_moment_it_was_asked_for(world, tmp_path, gate):
     assert training.checkpoints.newest() == tmp_path / "step-00000001"
     assert_loads_as(tmp_path / "step-00000001", world, want)
     state = checkpoint.read_state(tmp_path / "step-00000001")
+    files = state.pop("files")
     assert state == {"cursor": 5, "finished": False, "step": 1, "version": 2}
+    assert files.keys() == {".metadata", "__0_0.distcp"}
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 

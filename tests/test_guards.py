@@ -35,8 +35,10 @@ def figures_of(taps, real=None):
 
 
 def test_the_figures_are_of_real_tokens_alone():
-    figures = figures_of(taps_of((1, 2), (3, 2), (float("nan"), 99)), [True, True, False])
-    assert figures.tolist() == [[8, 8], [0, 0], [1, 0]]
+    figures = figures_of(taps_of((1, 2), (3, 2), (3, 2), (float("nan"), 99)), [True] * 3 + [False])
+    assert figures.tolist() == [[6, 4], [0, 0], [0, 1]]
+    nothing = figures_of(taps_of((0, 0)), [False])
+    assert nothing[0].isnan().all() and not nothing[1:].any()
 
 
 @pytest.mark.parametrize(
@@ -45,27 +47,27 @@ def test_the_figures_are_of_real_tokens_alone():
         (taps_of((1, 2), (2, float("inf"))), "layer 7 .* 1 of them are not finite"),
         (taps_of((float("nan"), 2), (2, 3)), "layer 3 .* not finite"),
         (taps_of((1, 0), (2, 0)), "layer 7 .* all alike"),
-        (taps_of((100, 1), (120, 2)), "layer 3 .* mean norm is 220"),
-        (taps_of((1, 0.01), (2, 0.02)), "layer 7 .* in the first steps 3 to 3"),
+        (taps_of((100, 1), (120, 2)), "layer 3 .* median norm is 200"),
+        (taps_of((1, 0.01), (2, 0.02)), "layer 7 .* at first 2 to 2"),
     ],
 )
 def test_states_that_cannot_be_right_are_refused_by_layer(taps, message):
-    band = HiddenStateBand()
+    band, usual = HiddenStateBand(), figures_of(taps_of((1, 1), (2, 2)))
     for _ in range(BAND_STEPS):
-        band.check(figures_of(taps_of((1, 1), (2, 2))), tokens=2, layers=LAYERS)
-    with pytest.raises(UserError, match=message):
-        band.check(figures_of(taps), tokens=2, layers=LAYERS)
+        band.check(torch.stack([usual, usual]), layers=LAYERS)
+    with pytest.raises(UserError, match=message):  # though one forward of two is as ever
+        band.check(torch.stack([usual, figures_of(taps)]), layers=LAYERS)
 
 
 def test_the_band_is_set_by_the_first_steps_and_kept():
     guards = Guards()
     for scale in (1, 2, *[1] * (BAND_STEPS + 5)):
         figures = figures_of(taps_of((scale, scale), (2 * scale, 3 * scale)))
-        guards.band.check(figures, tokens=2, layers=LAYERS)
-    assert guards.band.steps == BAND_STEPS and str(guards.band) == "3-6,4-8"
+        guards.band.check(figures[None], layers=LAYERS)
+    assert guards.band.steps == BAND_STEPS and str(guards.band) == "2-4,2-4"
     guards.skipped.count(skipped=True)
     assert Guards.from_json(json.loads(json.dumps(guards.to_json()))) == guards
-    guards.band.check(torch.zeros(3, 2), tokens=0, layers=LAYERS)  # a step of empty packs
+    guards.band.check(figures_of(taps_of((0, 0)), [False])[None], layers=LAYERS)  # empty packs
 
 
 def test_too_many_skipped_steps_in_a_row_are_noticed():

@@ -176,6 +176,36 @@ def test_a_last_checkpoint_that_cannot_be_saved_ends_the_run_with_one_line(parts
     assert not list((tmp_path / "run/checkpoints").glob("*step*"))
 
 
+def test_a_damaged_checkpoint_is_passed_over(parts, calm_run, tmp_path):
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(calm_run[0]), str(run)], check=True)
+    (weights,) = (run / "checkpoints/step-00000006").glob("*.distcp")
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    resumed = train(parts[1], parts[2], run, "--max-steps", "6", "--save-every", "2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{weights.name} is not as it was written; taking the one before" in resumed.stderr
+    assert "starting step=4" in resumed.stderr
+    assert_same_run(run, calm_run[0], tmp_path)
+
+
+def test_a_run_may_be_made_longer_but_not_go_back_among_its_checkpoints(parts, calm_run, tmp_path):
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(calm_run[0]), str(run)], check=True)
+    flags = ("--save-every", "2", "--allow-change", "max_steps", "--max-steps", "8")
+    back = train(
+        parts[1], parts[2], run, *flags, "--resume", str(run / "checkpoints/step-00000002")
+    )
+    assert back.returncode == 1
+    assert "would be taken by the next rerun" in back.stderr.splitlines()[-1]
+    longer = train(parts[1], parts[2], run, *flags)
+    assert longer.returncode == 0, longer.stderr
+    assert "starting step=6 horizon=8" in longer.stderr
+    odd = train(parts[1], parts[2], run, "--allow-change", "bogus")
+    assert odd.returncode == 2 and "no setting is called bogus" in odd.stderr
+
+
 def test_served_hidden_states_train_the_same_drafter(parts, calm_run, tmp_path):
     _, data, target = parts
     flags = ("--max-steps", "6", "--save-every", "2")
