@@ -161,11 +161,19 @@ def setup_logging(
 
 
 class _TqdmSafeHandler(logging.StreamHandler):
-    """Writes above a live progress bar instead of through it."""
+    """Writes above a live progress bar instead of through it.
+
+    A terminal that is gone, or a full disk behind stderr, is no reason to end a run.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-        sys.stderr.flush()
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
 
 
 def format_count(value: float) -> str:

@@ -101,7 +101,7 @@ def _place(output: int | IO | None, fifo: Path) -> str | None:
         os.mkfifo(fifo)
         return str(fifo)
     assert not isinstance(output, int)
-    return f"/proc/{os.getpid()}/fd/{output.fileno()}"
+    return f"/proc/{os.getpid()}/fd/{os.dup(output.fileno())}"  # the file may be closed soon
 
 
 def _be(args: list[str], env: dict[str, str], stdout: str | None, stderr: str | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train_dflash_online
+from common import setup
 from common.chat import ChatTokenizer
 from common.journal import read_metrics
 from common.rows import Row, parse_line
@@ -86,12 +87,17 @@ def tokenize_demo(completions, data, target, *flags):
     return data
 
 
-class ZeroedHiddenStates(ColocatedHiddenStates):
-    """A source that says nothing about the text: the control of the learning test."""
+class NoiseForHiddenStates(ColocatedHiddenStates):
+    """A source that says nothing about the text: the control of the learning test.
+
+    Zeros would be refused before they are learnt from.
+    """
 
     def compute(self, documents, *, final):
         width = len(self.description.layers) * self.description.hidden_size
-        return Taps(torch.zeros(sum(map(len, documents)), width, dtype=torch.bfloat16), None)
+        generator = torch.Generator().manual_seed(int(documents[0].sum()))
+        noise = torch.randn(sum(map(len, documents)), width, generator=generator)
+        return Taps(noise.to(torch.bfloat16), None)
 
 
 def last_walked_acceptance(output: Path) -> tuple[float, float]:
@@ -107,9 +113,9 @@ def test_the_drafter_learns_and_owes_it_to_the_hidden_states(
     data = tokenize_demo(completions, tmp_path / "data", target)
     command = ["--data", str(data), "--target", str(target), *TRAIN_FLAGS.split()]
     assert train_dflash_online.main([*command, "--output", str(tmp_path / "real")]) == 0
-    monkeypatch.setattr(train_dflash_online, "ColocatedHiddenStates", ZeroedHiddenStates)
-    assert train_dflash_online.main([*command, "--output", str(tmp_path / "zeroed")]) == 0
+    monkeypatch.setattr(setup, "ColocatedHiddenStates", NoiseForHiddenStates)
+    assert train_dflash_online.main([*command, "--output", str(tmp_path / "noise")]) == 0
     before, after = last_walked_acceptance(tmp_path / "real")
-    _, control = last_walked_acceptance(tmp_path / "zeroed")
+    _, control = last_walked_acceptance(tmp_path / "noise")
     assert after >= 3 * before, (before, after)
     assert control < after / 2, (control, after)

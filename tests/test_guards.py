@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -168,7 +169,11 @@ def test_another_tokenizer_is_refused(parts, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's
-def test_a_full_disk_is_a_warning_and_what_it_refused_is_written_later(tmp_path, caplog):
+def test_a_full_disk_is_a_warning_and_what_it_refused_is_written_later(
+    tmp_path, caplog, monkeypatch
+):
+    # the limit would hold for the files behind other handlers too
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     journal = Journal(tmp_path, resume_step=0, report_to="none", settings={})
     journal.write({"step": 1, "loss": 2.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
