@@ -1,9 +1,9 @@
 """Trainers that are killed, lose their launcher or their terminal."""
 
-import contextlib
 import fcntl
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -81,14 +81,16 @@ def test_a_dropped_connection_ends_no_run(tmp_path, launcher):
     if launcher:
         command = ["nohup", *command]
     process, terminal = start_in_terminal(command)
-    drained = threading.Thread(target=drain, args=(terminal,), daemon=True)
-    drained.start()
+    dropped = threading.Event()
+    looking = threading.Thread(target=drain, args=(terminal, dropped))
+    looking.start()
     while step_of(output) < 5:
         assert process.poll() is None
         time.sleep(0.05)
     dropped_at = step_of(output)
-    os.close(terminal)  # the kernel sends SIGHUP, and every later write fails
-    assert process.wait(timeout=120) == 0
+    dropped.set()  # the kernel sends SIGHUP, and every later write fails
+    looking.join()
+    assert process.wait(timeout=120) == 0, (output / "train.log").read_text()
     assert step_of(output) > dropped_at and (output / "export/config.json").exists()
     assert "Training" not in (output / "train.log").read_text()  # the table is for a terminal
     assert f"step={step_of(output)}/" in (output / "train.log").read_text()
@@ -126,7 +128,9 @@ def test_a_short_soak(tmp_path):
     assert ("metrics, weights, moments, export", "equal to the bit") in rows
 
 
-def drain(terminal: int) -> None:
-    with contextlib.suppress(OSError):
-        while os.read(terminal, 4096):
-            pass
+def drain(terminal: int, ended: threading.Event) -> None:
+    """Read what a terminal shows, as somebody who looks at it; close it in the end."""
+    while not ended.is_set():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
