@@ -1,5 +1,6 @@
 """Trainers that are killed, lose their launcher or their terminal."""
 
+import contextlib
 import fcntl
 import os
 import random
@@ -61,12 +62,12 @@ def test_kills_change_nothing(tmp_path, kills):
     assert_same_run(tmp_path / "calm", output, tmp_path)
 
 
-def start_in_terminal(command: list[str]) -> tuple[subprocess.Popen, int]:
+def start_in_terminal(command: list[str], folder: Path) -> tuple[subprocess.Popen, int]:
     """A process whose output is a terminal of its own, and the terminal's other end."""
     master, terminal = os.openpty()
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, cwd=folder, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(terminal)
     return process, master
@@ -80,7 +81,7 @@ def test_a_dropped_connection_ends_no_run(tmp_path, launcher):
     command = [sys.executable, *launcher, TRAINER, *training_command(data, target, output)]
     if launcher:
         command = ["nohup", *command]
-    process, terminal = start_in_terminal(command)
+    process, terminal = start_in_terminal(command, tmp_path)
     dropped = threading.Event()
     looking = threading.Thread(target=drain, args=(terminal, dropped))
     looking.start()
@@ -132,5 +133,6 @@ def drain(terminal: int, ended: threading.Event) -> None:
     """Read what a terminal shows, as somebody who looks at it; close it in the end."""
     while not ended.is_set():
         if select.select([terminal], [], [], 0.05)[0]:
-            os.read(terminal, 65536)
+            with contextlib.suppress(OSError):  # nobody writes there: nohup took its place
+                os.read(terminal, 65536)
     os.close(terminal)
