@@ -85,19 +85,18 @@ class Checkpoints:
 
         A folder without any, as on a new machine, gets the newest one of the mirror first.
         """
+        # the main rank alone reads the gigabytes, and has a mirror
         failure, found = None, self._newest_sound() if self._world.is_main else None
-        if self._mirror is not None and found is None:  # on the main rank alone
+        if self._mirror is not None and found is None:
             try:
-                self._mirror.download_newest()
+                found = self._mirror.download_newest()  # as its record says
             except UserError as error:
                 failure = error
         if not self._world.agree(failure is None):
             raise failure or UserError("the main rank could not read the mirrored checkpoints")
         self._world.barrier()
-        if found is None and self._world.is_main:
-            found = self._newest_sound()
         heard = [found]
-        if self._group is not None:  # the main rank alone has read gigabytes for it
+        if self._group is not None:
             torch.distributed.broadcast_object_list(heard, src=0, group=self._group)
         return heard[0]
 
@@ -186,7 +185,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
 
         def commit() -> None:
-            self._files = file_facts(partial)
+            self._files = {file.name: file_facts(file) for file in sorted(partial.iterdir())}
             write_atomic(partial / STATE_FILE, with_files(document, self._files))
             put_in_place(partial, self._folder / step_name(step))
 

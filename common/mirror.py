@@ -8,7 +8,6 @@ A checkpoint exists here when its record does: it is deleted first, and put last
 follows the same rule as in the run folder. One run uses a uri at a time.
 """
 
-import hashlib
 import json
 import shutil
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 from common.run import UserError, json_bytes
 from common.stepfolders import (
     STATE_FILE,
+    file_facts,
     is_whole,
     kept_steps,
     partial_path,
@@ -28,6 +28,7 @@ from common.stepfolders import (
     step_name,
     step_of,
     whole_steps,
+    written_files,
 )
 from common.store import ObjectMissing, Store
 
@@ -114,7 +115,7 @@ class Mirror:
                 self._store.download(key, path)
             except ObjectMissing as error:
                 raise _Damaged(str(error)) from error
-            if _facts(path) != file:
+            if _entry(path, file_facts(path)) != file:
                 raise _Damaged(f"{self.uri}: {key} is not what its record says")
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -173,17 +174,19 @@ class Mirror:
     def _is_current(self, step: int, path: Path) -> bool:
         """Whether the record is of this checkpoint, not of one of the same step and other state."""
         try:
-            return _facts(path / STATE_FILE) in self._record(step)["files"]
+            state = path / STATE_FILE
+            return _entry(state, file_facts(state)) in self._record(step)["files"]
         except (_Damaged, FileNotFoundError):  # removed since the listing
             return False
 
     def _upload(self, step: int, path: Path) -> None:
         self._store.delete(f"{step_name(step)}.json")
         files: list[Mapping[str, Any]] = []
+        written = written_files(path) or {}  # these were read for it when they were saved
         for part in sorted(path.iterdir()):
             # Before the upload: a state rewritten meanwhile then differs from its record, and the
             # update that follows the rewriting makes it good.
-            files.append(_facts(part))
+            files.append(_entry(part, written.get(part.name) or file_facts(part)))
             self._store.upload(f"{step_name(step)}/{part.name}", part)
         record = {"version": RECORD_VERSION, "files": files}
         self._store.write(f"{step_name(step)}.json", json_bytes(record))
@@ -213,8 +216,6 @@ def _committed(keys: list[str]) -> list[int]:
     return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """A file as its record describes it."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest}
+def _entry(file: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A file in a record."""
+    return {"name": file.name, **facts}

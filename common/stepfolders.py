@@ -34,26 +34,28 @@ def is_whole(path: Path) -> bool:
     return (path / METADATA_FILE).is_file() and (path / STATE_FILE).is_file()
 
 
-def file_facts(path: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of what torch wrote into a checkpoint, by name; trainer.json keeps them."""
-    return {
-        file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-        for file in sorted(path.iterdir())
-        if file.name != STATE_FILE
-    }
+def file_facts(file: Path) -> dict[str, Any]:
+    """Size and sha256 of a checkpoint's file, as trainer.json and a mirror's record keep them."""
+    return {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
+
+
+def written_files(path: Path) -> dict[str, dict[str, Any]] | None:
+    """What trainer.json says of a checkpoint's other files, by name; None when it is damaged."""
+    try:
+        return json.loads((path / STATE_FILE).read_bytes())["files"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def damaged_file(path: Path) -> str | None:
     """A file of a checkpoint that is not as it was written; None when all are."""
-    try:
-        files = json.loads((path / STATE_FILE).read_bytes())["files"]
-    except (ValueError, KeyError, TypeError):
+    files = written_files(path)
+    if files is None:
         return STATE_FILE
     for name, facts in files.items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
-            return name
-        if file_sha256(file) != facts["sha256"]:
+        same_size = file.is_file() and file.stat().st_size == facts["bytes"]
+        if not same_size or file_facts(file) != facts:
             return name
     return None
 

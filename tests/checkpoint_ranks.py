@@ -170,7 +170,7 @@ def killed_upload(folder: str, uri: str) -> None:
         training.save()
         training.checkpoints.wait()
         training.advance()
-        sys.addaudithook(kill_before_opening(Path(folder, "step-00000002/trainer.json")))
+        sys.addaudithook(kill_before_opening(Path(folder, "step-00000002/__0_0.distcp")))
         training.save()
         training.checkpoints.wait()
 
