@@ -357,7 +357,7 @@ def open_feed(training: Training) -> StepFeed:
         training.setup.hidden_states,
         share=args.global_batch // training.world.size,
         rank=training.world.rank,
-        depth=1 if args.hidden_states == "colocated" else args.prefetch,
+        depth=1 if training.setup.is_colocated else args.prefetch,
     )
 
 

@@ -50,6 +50,7 @@ from common.stepfolders import (
 )
 
 STATE_VERSION = 2
+WEIGHTS_FILE = "model.safetensors"  # of an export
 
 # A world of one saves without a process group on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -338,8 +339,6 @@ def export(
     weights: dict[str, Any] = get_model_state_dict(model, options=options)
     if world.is_main:
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-        write_atomic(
-            folder / "model.safetensors", safetensors_bytes(tensors, metadata={"format": "pt"})
-        )
+        write_atomic(folder / WEIGHTS_FILE, safetensors_bytes(tensors, metadata={"format": "pt"}))
         write_atomic(folder / "config.json", json_bytes(config.to_json()))
     world.barrier()

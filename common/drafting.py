@@ -233,8 +233,8 @@ def accumulate_gradients(
         loss = weighted_loss(output, ends.head, batch.blocks, batch.weights)
         (loss.loss / max(total_weight, 1e-12)).backward()
         sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised])
-    loss_sum, *counts = world.sum(sums.tolist())
-    summed = world.sum(figures.flatten().tolist())
+    summed = world.sum(torch.cat([sums, figures.flatten()]).tolist())
+    loss_sum, *counts = summed[: len(sums)]
     return StepSums(
         loss=loss_sum / max(total_weight, 1e-12),
         correct=sum(counts[: config.block_size]),
@@ -242,5 +242,5 @@ def accumulate_gradients(
         tokens=int(tokens),
         loss_tokens=int(loss_tokens),
         anchors=int(anchors),
-        tap_figures=torch.tensor(summed, dtype=torch.float64).view(-1, 3, num_layers),
+        tap_figures=torch.tensor(summed[len(sums) :], dtype=torch.float64).view(-1, 3, num_layers),
     )

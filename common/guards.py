@@ -67,12 +67,13 @@ class HiddenStateBand:
             self.low = [min(pair) for pair in zip(self.low or lowest, lowest, strict=True)]
             self.high = [max(pair) for pair in zip(self.high or highest, highest, strict=True)]
             self.steps += 1
-        for layer, *norms in zip(layers, lowest, highest, self.low, self.high, strict=True):
-            lowest_, highest_, low, high = norms
-            odd = lowest_ if lowest_ < low / BAND_FACTOR else highest_
-            if not low / BAND_FACTOR <= odd <= high * BAND_FACTOR:
-                usual = f"{low:.3g} to {high:.3g}"
-                self._refuse(layer, f"their median norm is {odd:.3g}, at first {usual}")
+        for layer, low, high, *norms in zip(
+            layers, self.low, self.high, lowest, highest, strict=True
+        ):
+            for norm in norms:
+                if not low / BAND_FACTOR <= norm <= high * BAND_FACTOR:
+                    usual = f"{low:.3g} to {high:.3g}"
+                    self._refuse(layer, f"their median norm is {norm:.3g}, at first {usual}")
 
     def _refuse(self, layer: int, what: str) -> None:
         raise UserError(

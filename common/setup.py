@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import dist, run
 from common.batches import PACK_MULTIPLE
 from common.cache import file_sha256
-from common.checkpoint import Checkpoints
+from common.checkpoint import WEIGHTS_FILE, Checkpoints
 from common.client import ServedHiddenStates
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds
@@ -46,7 +46,6 @@ from common.wire import (
 ADAM_BETAS = (0.9, 0.95)
 SHARD_POLL_S = 1.0
 DEFAULT_SHAPE = {"draft_layers": 5, "block_size": 16, "sliding_window": 2048}  # z-lab's
-WEIGHTS_FILE = "model.safetensors"
 ADDRESS = r"(grpc(\+tls|\+tcp)?://)?[^/,]+:\d+"
 
 
@@ -63,6 +62,10 @@ class Setup:
     num_anchors: int
     counted_tokens: int | None  # of the rows whose hidden states are in files
     settings: dict[str, Any]
+
+    @property
+    def is_colocated(self) -> bool:
+        return isinstance(self.hidden_states, ColocatedHiddenStates)
 
 
 def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> TokenizedDataset:
@@ -132,20 +135,22 @@ def given_config(args: argparse.Namespace) -> tuple[str, DrafterConfig] | None:
     return None
 
 
-def settle_layers(args: argparse.Namespace) -> tuple[int, ...]:
+def settle_layers(
+    args: argparse.Namespace, given: tuple[str, DrafterConfig] | None
+) -> tuple[int, ...]:
     """The tapped layers: --layers, else those of a given config, else evenly spread ones."""
     if args.layers is not None:
         return args.layers
-    given = given_config(args)
     if given is not None:
         return given[1].target_layer_ids
     return default_target_layers(target_facts(args.target).num_layers)
 
 
-def drafter_config(args: argparse.Namespace, mask_token_id: int) -> DrafterConfig:
+def drafter_config(
+    args: argparse.Namespace, given: tuple[str, DrafterConfig] | None, *, mask_token_id: int
+) -> DrafterConfig:
     """The drafter's shape: from a given config, or from the target's and the flags."""
     facts = target_facts(args.target)
-    given = given_config(args)
     if given is not None:
         flag, config = given
         expected = {
@@ -324,9 +329,10 @@ def prepare(
             f"--global-batch {args.global_batch}: must be a multiple of {world.size} ranks x "
             f"--micro-batch {args.micro_batch}"
         )
-    args.layers = settle_layers(args)
+    given = given_config(args)
+    args.layers = settle_layers(args, given)
     dataset = open_dataset(args, log, stop)
-    config = drafter_config(args, dataset.plan.settings["mask_token_id"])
+    config = drafter_config(args, given, mask_token_id=dataset.plan.settings["mask_token_id"])
     hidden_states = open_hidden_states(args, world.device, log, stop)
     closing.callback(hidden_states.close)
     check_parts(args, hidden_states, dataset.plan)

@@ -52,7 +52,7 @@ class StepProgress:
             loss=entry["loss"],
             tokens_per_s=run.format_count(entry["tokens_per_s"]),
             eta_s=max(0, state.horizon - state.step) * entry["step_s"],
-            bottleneck=bottleneck(training.pace, colocated=args.hidden_states == "colocated"),
+            bottleneck=bottleneck(training.pace, colocated=training.setup.is_colocated),
             skipped_steps=entry["skipped_steps"] or None,
         )
         if state.step == 1 or state.step % args.log_every == 0:
@@ -149,7 +149,7 @@ def print_summary(training: Training, *, finished: bool, wall_s: float) -> None:
             ("steps", f"{state.step:,}"),
             ("steps skipped", f"{state.guards.skipped.total:,}"),
             *held_out_rows(args.output),
-            ("bottleneck", bottleneck(training.pace, colocated=args.hidden_states == "colocated")),
+            ("bottleneck", bottleneck(training.pace, colocated=training.setup.is_colocated)),
             ("export", args.output / "export" if finished else "at the end of the run"),
             ("curves", args.output / "curves.png"),
             ("wall time", run.format_duration(wall_s)),

@@ -52,7 +52,7 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         flags += ["--block-size", "8", "--sliding-window", "16", "--pack-length", "128"]
         args = trainer.parse_args(flags)
         args.layers = LAYERS
-        config = setup.drafter_config(args, mask_token_id=100)
+        config = setup.drafter_config(args, None, mask_token_id=100)
         ends = TargetEnds(target.embedding, target.head)
         drafter, _ = setup.build_drafter(config, args, world)
         generator = np.random.default_rng(0)

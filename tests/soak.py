@@ -5,12 +5,11 @@ started again twice and the trainer killed three times. Metrics, weights, moment
 equal. With --steps 2000, as `make soak` does, it takes about a quarter of an hour on two cores.
 """
 
-import contextlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import run
@@ -27,16 +26,7 @@ DISTURBANCES = (
 )  # fmt: skip
 
 
-def start_server(target: Path, port: int, log: Path) -> subprocess.Popen:
-    command = [
-        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
-        *("--listen", f"127.0.0.1:{port}", *EXTRACT_FLAGS.split()),
-    ]
-    with log.open("ab") as file:
-        return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
-
-
-def start_trainer(command: Sequence[str], log: Path) -> subprocess.Popen:
+def start(command: Sequence[str], log: Path) -> subprocess.Popen:
     with log.open("ab") as file:
         return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
 
@@ -47,35 +37,30 @@ def step_of(output: Path) -> int:
     return metrics[-1]["step"] if metrics else 0
 
 
-def train(
-    target: Path,
-    command: Sequence[str],
+def run_to_end(
+    commands: Mapping[str, Sequence[str]],
     output: Path,
     *,
-    port: int,
     steps: int,
     disturbances: Sequence[tuple[float, str]],
     log: Path,
 ) -> float:
-    """Train to the end whatever dies on the way; the seconds it took."""
+    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds."""
     began = time.monotonic()
-    with contextlib.ExitStack() as running:
-        processes = {
-            "server": start_server(target, port, log),
-            "trainer": start_trainer(command, log),
-        }
-        running.callback(lambda: [process.kill() for process in processes.values()])
+    processes = {name: start(command, log) for name, command in commands.items()}
+    try:
         for share, name in disturbances:
             while step_of(output) < share * steps:
                 assert processes["trainer"].poll() is None, log.read_text()[-3000:]
                 time.sleep(0.1)
             processes[name].kill()
             processes[name].wait()
-            if name == "server":
-                processes[name] = start_server(target, port, log)
-            else:
-                processes[name] = start_trainer(command, log)
+            processes[name] = start(commands[name], log)
         assert processes["trainer"].wait() == 0, log.read_text()[-3000:]
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
     return time.monotonic() - began
 
 
@@ -83,17 +68,21 @@ def soak(
     folder: Path, target: Path, data: Path, train_flags: Sequence[str], *, steps: int
 ) -> list[tuple[str, str]]:
     """Train undisturbed and disturbed, compare to the bit; rows for a table."""
-    port, log = free_port(), folder / "log.txt"
+    address, log = f"127.0.0.1:{free_port()}", folder / "log.txt"
+    server = [
+        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
+        *("--listen", address, *EXTRACT_FLAGS.split()),
+    ]
     seconds = {}
     for name, disturbances in (("calm", ()), ("disturbed", DISTURBANCES)):
-        command = [
+        trainer = [
             *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
-            *("--output", str(folder / name), "--hidden-states", f"127.0.0.1:{port}"),
+            *("--output", str(folder / name), "--hidden-states", address),
             *(*train_flags, "--max-steps", str(steps)),
         ]
-        seconds[name] = train(
-            target, command, folder / name, port=port, steps=steps, disturbances=disturbances,
-            log=log,
+        seconds[name] = run_to_end(
+            {"server": server, "trainer": trainer}, folder / name, steps=steps,
+            disturbances=disturbances, log=log,
         )  # fmt: skip
     assert_same_run(folder / "calm", folder / "disturbed", folder)
     loss = read_metrics(folder / "disturbed")[-2]["loss"]

@@ -18,6 +18,7 @@ from common.drafting import TargetEnds, accumulate_gradients, micro_batches, pad
 from common.feed import ReadyStep
 from common.target import Taps
 from tests.gradients import make_pack
+from tests.tiny_models import tiny_drafter_config
 
 WORDS, HIDDEN, SIZE, ANCHORS = 128, 64, 8, 12
 # full packs and nearly empty ones, many short documents, none at all, none long enough to draft
@@ -25,21 +26,14 @@ ROWS = [(128,), (100, 20, 8), (5,) * 20, (), (1, 1, 1), (60, 60), (2,), (128,)]
 
 
 def make_config() -> DrafterConfig:
-    return DrafterConfig(
+    return tiny_drafter_config(
         hidden_size=HIDDEN,
         intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
         max_position_embeddings=256,
         vocab_size=WORDS,
         block_size=SIZE,
         mask_token_id=WORDS - 1,
         target_layer_ids=(0, 1),
-        num_target_layers=6,
         layer_types=("sliding_attention",) * 2 + ("full_attention",),
         sliding_window=16,
     )

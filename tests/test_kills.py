@@ -39,7 +39,8 @@ TORCHRUN = (
 def test_kills_change_nothing(tmp_path, kills):
     target = make_target(tmp_path / "target")
     data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
-    flags = ("--save-every", "2", "--max-steps", str(3 * kills + 4), "--eval-every", "9")
+    steps = str(3 * kills + 4)
+    flags = ("--save-every", "2", "--epochs", "8", "--max-steps", steps, "--eval-every", "9")
     calm = train(data, target, tmp_path / "calm", *flags)
     assert calm.returncode == 0, calm.stderr
     chance = random.Random(0)

@@ -11,6 +11,7 @@ import torch
 
 from common.blocks import Pack, layer_masks, make_blocks
 from common.drafter import ContextCache, Drafter, DrafterConfig
+from tests.tiny_models import tiny_drafter_config
 
 HIDDEN, LAYERS, WORDS, MASK, SIZE = 32, 3, 50, 49, 6
 LENGTHS = (23, 17, 31)
@@ -18,21 +19,14 @@ ANCHORS = [0, 3, 4, 5, 20, 23, 24, 30, 40, 60, 70]
 
 
 def make_config(window: int) -> DrafterConfig:
-    return DrafterConfig(
+    return tiny_drafter_config(
         hidden_size=HIDDEN,
         intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
         max_position_embeddings=128,
         vocab_size=WORDS,
         block_size=SIZE,
         mask_token_id=MASK,
         target_layer_ids=(0, 1, 2),
-        num_target_layers=6,
         layer_types=("sliding_attention",) * 2 + ("full_attention",)
         if window
         else ("full_attention",) * 3,

@@ -10,6 +10,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
+from common.drafter import DrafterConfig
+
 
 def tiny_target(
     folder: Path,
@@ -57,3 +59,17 @@ def tiny_target(
                 parameter.mul_(5)  # layers that really move their input
     model.save_pretrained(folder)
     return folder
+
+
+def tiny_drafter_config(**changes) -> DrafterConfig:
+    """Three layers of four heads; what a test is about, and its sizes, it names itself."""
+    shape = dict(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        num_target_layers=6,
+    )
+    return DrafterConfig(**{**shape, **changes})
