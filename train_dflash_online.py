@@ -100,6 +100,21 @@ FREE_FLAGS = frozenset(
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = run.make_parser(__doc__)
+    add_data_arguments(parser)
+    add_target_arguments(parser)
+    add_drafter_arguments(parser)
+    add_training_arguments(parser)
+    add_evaluation_arguments(parser)
+    add_output_arguments(parser)
+    add_instead_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        return resolve(args)
+    except run.UsageError as error:
+        parser.error(str(error))
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument("--data", help="stage 1's output: s3://... or a folder")
     add_store_arguments(group)
@@ -114,6 +129,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--shard-timeout", type=run.positive_float, default=1800.0, help="seconds to wait for one"
     )
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target")
     group.add_argument("--target", help="folder or hub id of the target")
     group.add_argument(
@@ -134,6 +152,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     group.add_argument("--token-file", type=Path, help="the servers' shared secret")
     group.add_argument("--tls-root-certs", type=Path, help="PEM file to trust servers by")
+
+
+def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
     group.add_argument(
         "--draft-config", type=Path, help="config.json to take the shape from instead"
@@ -144,6 +165,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--sliding-window", type=run.non_negative_int, help="0: all layers full [2048]"
     )
     group.add_argument("--init-from", type=Path, help="folder of a drafter to go on from")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--pack-length", type=run.positive_int, default=4096, help="tokens a pack")
     group.add_argument("--global-batch", type=run.positive_int, default=8, help="packs a step")
@@ -175,10 +199,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="auto: CUDA where there is one",
     )
+
+
+def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("evaluation")
     group.add_argument("--eval-fraction", type=run.fraction, default=0.005, help="of rows held out")
     group.add_argument("--eval-rows", type=run.non_negative_int, default=256, help="0: never")
     group.add_argument("--eval-every", type=run.positive_int, default=1000, help="steps")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output", type=str, help="run folder, local")
     group.add_argument("--save-every", type=run.positive_int, default=1000, help="steps")
@@ -198,14 +228,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--report-to", choices=("none", *REPORTERS), default="none", help="beside TensorBoard"
     )
+
+
+def add_instead_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instead of training")
     group.add_argument("--dry-run", action="store_true", help="one step: the memory and the time")
     group.add_argument("--status", metavar="RUN", type=Path, help="where a run stands, and exit")
-    args = parser.parse_args(argv)
-    try:
-        return resolve(args)
-    except run.UsageError as error:
-        parser.error(str(error))
 
 
 def resolve(args: argparse.Namespace) -> argparse.Namespace:
