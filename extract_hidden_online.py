@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import ipaddress
 import json
-import logging
 import os
 import signal
 import socket
@@ -458,7 +457,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parent is not None:
         end_with_parent(args.parent)
     log = run.setup_logging("extract", debug=args.debug)
-    logging.getLogger("common").handlers = log.handlers  # what servers and targets warn of
     if args.devices[0] == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     run.print_settings(log, vars(args))

@@ -24,6 +24,7 @@ import errno
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ from common.training import (
 
 NEEDED = ("data", "target", "output")  # to train
 MAX_PACK_LENGTH, MAX_SEED = 1 << 20, (1 << 63) - 1
+
+# Settings that a place inside a shard depends on.
+PACKING_SETTINGS = frozenset(["eval_fraction", "global_batch", "pack_length", "seed"])
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
 FREE_FLAGS = frozenset(
@@ -597,6 +601,8 @@ def run_training(
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)
     state = restore(setup, drafter, optimizer, resumed, old)
+    if changed & PACKING_SETTINGS:
+        state.cursor = replace(state.cursor, step=0)  # the shard at hand is packed anew
     if longer:
         state.horizon = horizon_of(setup)
     training = Training(setup, drafter, optimizer, state, checkpoints, stop, log, None, status)

@@ -141,7 +141,7 @@ class _UtcFormatter(logging.Formatter):
 def setup_logging(
     name: str, *, debug: bool = False, log_file: Path | None = None
 ) -> logging.Logger:
-    """Send this script's log lines to stderr, and to `log_file` too when one is given."""
+    """Send this script's log lines, and the package's warnings, to stderr and `log_file`."""
     formatter = _UtcFormatter(
         "%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ"
     )
@@ -157,6 +157,7 @@ def setup_logging(
     for handler in handlers:
         handler.setFormatter(formatter)
         log.addHandler(handler)
+    logging.getLogger("common").handlers = handlers
     return log
 
 

@@ -211,11 +211,6 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
                 f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
                 "start the server with the same --target and --layers"
             )
-    if have.max_tokens_per_request < args.pack_length:
-        raise run.UserError(
-            f"--hidden-states {args.hidden_states} answers {have.max_tokens_per_request} tokens a "
-            f"request, a pack holds up to {args.pack_length}: raise its --max-tokens-per-request"
-        )
     if isinstance(hidden_states, StoredHiddenStates) and hidden_states.data_sha256 != plan.sha256:
         raise run.UserError(
             f"--hidden-states {args.hidden_states} were written for other data than {args.data}: "

@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Status:
 
     def _write(self) -> None:
         with self._lock:
-            data = json_bytes({**self._fields, "updated": utc_now(), "updated_at": time.time()})
+            data = json_bytes({**self._fields, "updated": utc_now()})
         try:
             write_atomic(self._path, data)
             if self._mirror is not None and time.monotonic() - self._mirrored >= MIRROR_EVERY_S:
@@ -74,7 +75,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     path = folder / STATUS_FILE
     try:
         fields = json.loads(path.read_bytes())
-        return {**fields, "updated_at": float(fields["updated_at"])}
+        return {**fields, "updated": datetime.fromisoformat(fields["updated"])}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"--status {folder}: no {STATUS_FILE} there: not a run folder?") from error
 
@@ -82,7 +83,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 def print_status(folder: Path) -> None:
     """Print where a run stands. Raises UserError when the folder holds none."""
     fields = read_status(folder)
-    age = max(0.0, time.time() - fields["updated_at"])
+    age = max(0.0, time.time() - fields["updated"].timestamp())
     state = str(fields.get("state"))
     if age > STALE_S and state not in ("finished", "failed", "stopped"):
         state = f"dead? ({state} was its last word)"
@@ -100,7 +101,7 @@ def print_status(folder: Path) -> None:
 
 
 def _told(fields: Mapping[str, Any]) -> dict[str, Any]:
-    hidden = {"state", "pid", "host", "updated", "updated_at", "started"}
+    hidden = {"state", "pid", "host", "updated", "started"}
     return {key: value for key, value in fields.items() if key not in hidden and value is not None}
 
 

@@ -110,7 +110,10 @@ def partial_path(folder: Path, step: int) -> Path:
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed process left under way in `folder`."""
     for path in folder.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     for path in folder.glob(f"step-*{REPLACED}"):
         if is_whole(path.with_suffix("")):
             shutil.rmtree(path, ignore_errors=True)

@@ -111,7 +111,7 @@ def open_store(
         options = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key}
         return S3Store(bucket, encryption={name: text for name, text in options.items() if text})
     if "://" in uri:
-        raise UserError(f"{uri}: must be s3://bucket/prefix or a local path")
+        raise UsageError(f"{uri}: must be s3://bucket/prefix or a local path")
     if sse:
         raise UsageError(f"--sse {sse}: only for s3://, and {uri} is a local path")
     return LocalStore(uri)

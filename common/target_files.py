@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from common.run import UserError
+from common.run import UsageError, UserError
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -136,17 +136,17 @@ def default_target_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]
 
 
 def check_layers(layers: Sequence[int], depth: int) -> None:
-    """Raises UserError for layers that are out of range, repeated, or the last one."""
+    """Raises UsageError for layers that are out of range, repeated, or the last one."""
     for layer in layers:
         if not 0 <= layer < depth:
-            raise UserError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
+            raise UsageError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
         if layer == depth - 1:
-            raise UserError(
+            raise UsageError(
                 f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
                 "the final norm"
             )
     if len(set(layers)) != len(layers) or not layers:
-        raise UserError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
+        raise UsageError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
 
 
 def embedding_fingerprint(embedding: torch.Tensor) -> str:

@@ -218,7 +218,7 @@ def test_mistakes_are_one_or_two_lines(target_folder, tmp_path, capsys):
         layer = ("--target", target_folder, "--layers", "0")
         cases = [
             (("--target", str(tmp_path), "--layers", "0"), 1, "config.json"),
-            (("--target", target_folder, "--layers", "3"), 1, "last layer"),
+            (("--target", target_folder, "--layers", "3"), 2, "last layer"),
             (("--target", target_folder), 1, "--layers"),
             ((*layer, "--listen", f"127.0.0.1:{port}"), 1, "--listen"),
             ((*layer, "--token-file", str(tmp_path / "none")), 1, "No such file"),

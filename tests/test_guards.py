@@ -209,7 +209,7 @@ def test_the_status_is_rewritten_and_mirrored(tmp_path, capsys):
     print_status(tmp_path)
     assert "1m30s" in capsys.readouterr().out
     fields = json.loads((tmp_path / "status.json").read_bytes())
-    (tmp_path / "status.json").write_text(json.dumps({**fields, "updated_at": time.time() - 100}))
+    (tmp_path / "status.json").write_text(json.dumps({**fields, "updated": "2026-01-02T03:04:05Z"}))
     print_status(tmp_path)
     assert "dead?" in capsys.readouterr().out
     with pytest.raises(UserError, match="not a run folder"):

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train_dflash_online
+from common.checkpoint import read_state
 from common.drafter import Drafter, DrafterConfig
 from common.run import UserError
 from tests import forked
@@ -202,6 +203,12 @@ def test_a_run_may_be_made_longer_but_not_go_back_among_its_checkpoints(parts, c
     longer = train(parts[1], parts[2], run, *flags)
     assert longer.returncode == 0, longer.stderr
     assert "starting step=6 horizon=8" in longer.stderr
+    before = read_state(run / "checkpoints/step-00000008")["cursor"]
+    flags = ("--max-steps", "9", "--pack-length", "384", "--allow-change", "max_steps,pack_length")
+    other = train(parts[1], parts[2], run, *flags)
+    assert other.returncode == 0, other.stderr
+    after = read_state(run / "checkpoints/step-00000009")["cursor"]
+    assert before["step"] > 1 and after == {**before, "step": 1}  # its shard is packed anew
     odd = train(parts[1], parts[2], run, "--allow-change", "bogus")
     assert odd.returncode == 2 and "no setting is called bogus" in odd.stderr
 
@@ -417,7 +424,7 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
         (data, target, ("--block-size", "1"), 2, "--block-size"),
         (data, target, ("--attention", "flex"), 2, "--attention"),
         (data, target, ("--global-batch", "3", "--micro-batch", "2"), 2, "--global-batch"),
-        (data, target, ("--layers", "0,3"), 1, "--layers"),
+        (data, target, ("--layers", "0,3"), 2, "--layers"),
         (data, target, ("--resume", str(tmp_path / "void")), 1, "--resume"),
         (data, target, ("--draft-config", str(tmp_path / "void/x")), 1, "--draft-config"),
         (data, tmp_path / "void", (), 1, "--target"),
