@@ -33,10 +33,18 @@ from torch import nn
 
 from common import checkpoint, dist, run
 from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
+from common.export import FORMATS, export, export_config, exported_layout
 from common.feed import ReadyStep, StepFeed
 from common.guards import Guards
 from common.journal import REPORTERS, Journal
-from common.lifetime import Stopped, StopRequest, Waiting, make_folder, run_folder_lock
+from common.lifetime import (
+    Stopped,
+    StopRequest,
+    Waiting,
+    make_folder,
+    refuse_files,
+    run_folder_lock,
+)
 from common.schedule import known_horizon, training_horizon
 from common.setup import (
     SHARD_POLL_S,
@@ -58,12 +66,14 @@ from common.training import (
     save_checkpoint,
     train_step,
 )
+from common.verify import print_checks, verify
 
 NEEDED = ("data", "target", "output")  # to train
 MAX_PACK_LENGTH, MAX_SEED = 1 << 20, (1 << 63) - 1
 
 # Settings that a place inside a shard depends on.
 PACKING_SETTINGS = frozenset(["eval_fraction", "global_batch", "pack_length", "seed"])
+RUN_FOLDERS = ("checkpoints", "export", "tensorboard")  # of a run folder
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
 FREE_FLAGS = frozenset(
@@ -80,6 +90,7 @@ FREE_FLAGS = frozenset(
         "dry_run",
         "endpoint_url",
         "eval_every",
+        "export_format",
         "hidden_states",
         "keep",
         "keep_every",
@@ -98,6 +109,7 @@ FREE_FLAGS = frozenset(
         "target",
         "tls_root_certs",
         "token_file",
+        "verify_export",
     ]
 )
 
@@ -224,6 +236,10 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-uri", help="s3://... or a folder that checkpoints are copied to [nowhere]"
     )
     add_store_write_arguments(group)
+    group.add_argument(
+        "--export-format", choices=FORMATS, default="zlab", help="speculators: with the target's "
+        "embedding and head in it",
+    )  # fmt: skip
     group.add_argument("--log-every", type=run.positive_int, default=10, help="steps")
     group.add_argument("--resume", default="auto", help="auto, never, or a checkpoint folder")
     group.add_argument(
@@ -238,11 +254,14 @@ def add_instead_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instead of training")
     group.add_argument("--dry-run", action="store_true", help="one step: the memory and the time")
     group.add_argument("--status", metavar="RUN", type=Path, help="where a run stands, and exit")
+    group.add_argument(
+        "--verify-export", metavar="DIR", type=Path, help="whether engines load a drafter, and exit"
+    )
 
 
 def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones that say auto."""
-    if args.status is not None:
+    if args.status is not None or args.verify_export is not None:
         return args
     missing = [f"--{name}" for name in NEEDED if getattr(args, name) is None]
     if missing:
@@ -505,12 +524,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.status is not None:
         print_status(args.status)
         return 0
+    if args.verify_export is not None:
+        return print_checks(args.verify_export, verify(args.verify_export))
     started, began = run.utc_now(), time.monotonic()
     stop = StopRequest()
     if args.device == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
     with dist.start(args.device) as world:
         make_folder(args.output)
+        refuse_files(args.output, RUN_FOLDERS)
         log = run.setup_logging(
             "train" if world.is_main else f"train[{world.rank}]",
             debug=args.debug,
@@ -592,7 +614,8 @@ def run_training(
     mirrored = checkpoints.mirrored_state()
     if mirrored is not None:
         refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
-    exported = (args.output / "export/config.json").exists()
+    export_config(setup.config, layout=args.export_format, target=args.target)  # not at the end
+    exported = exported_layout(args.output / "export") == args.export_format
     longer = changed & {"epochs", "max_steps"}
     if old is not None and old["finished"] and exported and not longer and not args.dry_run:
         log.info(f"nothing to do: {resumed} is the end of this run")
@@ -619,7 +642,15 @@ def run_training(
         log.info(f"starting step={state.step} horizon={state.horizon} resumed={resumed}")
     finished = train(training)
     if finished:
-        checkpoint.export(args.output / "export", model=drafter, config=setup.config, world=world)
+        export(
+            args.output / "export",
+            model=drafter,
+            config=setup.config,
+            world=world,
+            layout=args.export_format,
+            target=args.target,
+            ends=(setup.ends.embedding, setup.ends.head),
+        )
     if training.journal is not None:
         training.journal.draw_curves()
         write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})

@@ -1,12 +1,10 @@
-"""Checkpoints that resume to the bit, and the export that serving engines load.
+"""Checkpoints that resume to the bit.
 
 A checkpoint is the folder checkpoints/step-00001000: torch.distributed.checkpoint's files (float32
 weights and optimizer, one part a rank, loadable on another number of ranks) and trainer.json (step,
 data cursor, horizon, health, settings, size and sha256 of each file). It is written under a name
 that starts with a dot and renamed when whole, so a folder with the real name is a whole one.
 checkpoints/latest holds the newest name.
-
-The export is config.json and model.safetensors with the bare names of z-lab's drafters.
 """
 
 import json
@@ -19,19 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save as safetensors_bytes
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
 
 from common.dist import World
-from common.drafter import DrafterConfig
 from common.mirror import Mirror
 from common.run import UserError, format_bytes, json_bytes, write_atomic
 from common.stepfolders import (
@@ -50,7 +44,6 @@ from common.stepfolders import (
 )
 
 STATE_VERSION = 2
-WEIGHTS_FILE = "model.safetensors"  # of an export
 
 # A world of one saves without a process group on purpose.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -321,24 +314,3 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
-
-
-def export(
-    folder: Path,
-    *,
-    model: nn.Module,
-    config: DrafterConfig,
-    world: World,
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """Write config.json and model.safetensors for z-lab's class, vLLM and SGLang.
-
-    Every rank calls it; the main one writes. The weights are rounded to `dtype`.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
-    if world.is_main:
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-        write_atomic(folder / WEIGHTS_FILE, safetensors_bytes(tensors, metadata={"format": "pt"}))
-        write_atomic(folder / "config.json", json_bytes(config.to_json()))
-    world.barrier()

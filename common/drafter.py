@@ -7,7 +7,7 @@ and values of every layer as it is, and block slots attend to [context ; block].
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from common.attention import AttentionMask, attend
 from common.run import UserError
 
 ARCHITECTURE = "DFlashDraftModel"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a published drafter
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEAD_DIM = 128
 
@@ -47,6 +48,10 @@ class DrafterConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
+        for part in fields(self):
+            value, least = getattr(self, part.name), int(part.name != "mask_token_id")
+            if part.type is int and (type(value) is not int or value < least):
+                raise UserError(f"drafter config: {part.name} is {value!r}, not a number above 0")
         if self.head_dim % 2 or self.num_attention_heads % self.num_key_value_heads:
             raise UserError("drafter config: heads must share key-value heads, head_dim be even")
         if len(self.layer_types) != self.num_hidden_layers:
@@ -66,9 +71,22 @@ class DrafterConfig:
                 f"drafter config: mask token {self.mask_token_id} is outside the vocabulary "
                 f"({self.vocab_size})"
             )
-        if not all(0 <= layer < self.num_target_layers for layer in self.target_layer_ids):
+        self._check_target_layers()
+
+    def _check_target_layers(self) -> None:
+        ids, depth = self.target_layer_ids, self.num_target_layers
+        if not ids or not all(0 <= layer < depth for layer in ids):
             raise UserError(
-                f"drafter config: target_layer_ids {self.target_layer_ids} out of range"
+                f"drafter config: target_layer_ids {ids} out of range (0 to {depth - 1})"
+            )
+        if list(ids) != sorted(set(ids)):
+            raise UserError(
+                f"drafter config: target_layer_ids {ids} must ascend: vLLM hands them in that order"
+            )
+        if ids[-1] == depth - 1:
+            raise UserError(
+                f"drafter config: target_layer_ids {ids} hold the last layer, which engines see "
+                "only after the final norm"
             )
 
     @classmethod
@@ -123,11 +141,15 @@ class DrafterConfig:
         rope_parameters.
         """
         architectures = config.get("architectures") or [ARCHITECTURE]
-        if ARCHITECTURE not in architectures:
+        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
             raise UserError(f"drafter config: architecture {architectures}, not {ARCHITECTURE}")
+        for key in ("dflash_config", "rope_parameters", "rope_scaling"):
+            if not isinstance(config.get(key) or {}, Mapping):
+                raise UserError(f"drafter config: {key} is {config[key]!r}, not an object")
         dflash, rope = config.get("dflash_config") or {}, config.get("rope_parameters") or {}
         flat = {**config, **rope, **dflash}
         try:
+            _refuse_other_maths(flat, config.get("rope_scaling"))
             layers = flat["num_hidden_layers"]
             return cls(
                 hidden_size=flat["hidden_size"],
@@ -151,6 +173,8 @@ class DrafterConfig:
             )
         except KeyError as error:
             raise UserError(f"drafter config: {error.args[0]} is missing") from error
+        except (TypeError, ValueError) as error:
+            raise UserError(f"drafter config: a value of the wrong type ({error})") from error
 
     def to_json(self) -> dict[str, Any]:
         """The config.json of an export, written by hand: transformers' own save drops rope_theta.
@@ -197,6 +221,29 @@ class DrafterConfig:
             "use_sliding_window": sliding,
             "vocab_size": self.vocab_size,
         }
+
+
+def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any) -> None:
+    """Raises UserError for keys by which an engine computes what this drafter does not."""
+    kinds = {kind == "sliding_attention" for kind in flat.get("layer_types") or ("full_attention",)}
+    causal = flat.get("is_causal")
+    causal = flat.get("causal") if causal is None else causal
+    kind = (rope_scaling or {}).get("rope_type") or flat.get("rope_type")
+    odd = {
+        "attention_bias": flat.get("attention_bias"),
+        "hidden_act": flat.get("hidden_act", "silu") != "silu",
+        "is_causal, or dflash_config.causal": causal is not None and kinds != {causal},
+        "mrope_section": flat.get("mrope_section"),
+        "partial_rotary_factor": flat.get("partial_rotary_factor", 1.0) != 1.0,
+        "rope_scaling": rope_scaling and kind != "default",
+        "rope_type": (kind or "default") != "default",
+        "use_swa": flat.get("use_swa"),
+    }
+    if wrong := [key for key, is_odd in odd.items() if is_odd]:
+        raise UserError(
+            f"drafter config: {'; '.join(wrong)}: of another kind than the drafters trained here "
+            "(plain rotary positions over the whole head, causal only in sliding layers, no biases)"
+        )
 
 
 # ---- the model

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,14 @@ def make_folder(output: Path) -> None:
         (output / ".lock").touch()
     except OSError as error:
         raise UserError(f"--output {output}: cannot write there ({error.strerror})") from error
+
+
+def refuse_files(output: Path, folders: Iterable[str]) -> None:
+    """Raises UserError where something else stands in the place of a folder of a run."""
+    for name in folders:
+        path = output / name
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is not a folder: move it away, the run writes a folder there")
 
 
 @contextlib.contextmanager

@@ -18,19 +18,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import dist, run
 from common.batches import PACK_MULTIPLE
 from common.cache import file_sha256
-from common.checkpoint import WEIGHTS_FILE, Checkpoints
+from common.checkpoint import Checkpoints
 from common.client import ServedHiddenStates
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import CONFIG_FILE, WEIGHTS_FILE, Drafter, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
 from common.mirror import Mirror
 from common.plan import Plan
 from common.s3 import abort_left_uploads
 from common.shards import TokenizedDataset
+from common.speculators import EXTRA_TENSORS, zlab_json
 from common.store import Store, open_store
 from common.stored import StoredHiddenStates
 from common.target import Target
 from common.target_files import (
+    check_layers,
     default_target_layers,
     embedding_fingerprint,
     read_embedding_and_head,
@@ -117,9 +119,11 @@ def open_hidden_states(
     )
 
 
-def read_draft_config(path: Path, flag: str) -> DrafterConfig:
+def read_draft_config(path: Path, flag: str, *, num_target_layers: int) -> DrafterConfig:
+    """A config.json in z-lab's layout or that of speculators."""
     try:
-        return DrafterConfig.from_json(json.loads(path.read_bytes()))
+        config = json.loads(path.read_bytes())
+        return DrafterConfig.from_json(zlab_json(config, num_target_layers=num_target_layers))
     except (OSError, ValueError) as error:
         raise run.UserError(f"{flag}: cannot read {path} ({error})") from error
 
@@ -127,12 +131,13 @@ def read_draft_config(path: Path, flag: str) -> DrafterConfig:
 def given_config(args: argparse.Namespace) -> tuple[str, DrafterConfig] | None:
     """The drafter's shape where a file says it, --draft-config or --init-from, and which."""
     if args.draft_config is not None:
-        flag = f"--draft-config {args.draft_config}"
-        return flag, read_draft_config(args.draft_config, flag)
-    if args.init_from is not None:
-        flag = f"--init-from {args.init_from}"
-        return flag, read_draft_config(args.init_from / "config.json", flag)
-    return None
+        flag, path = f"--draft-config {args.draft_config}", args.draft_config
+    elif args.init_from is not None:
+        flag, path = f"--init-from {args.init_from}", args.init_from / CONFIG_FILE
+    else:
+        return None
+    depth = target_facts(args.target).num_layers
+    return flag, read_draft_config(path, flag, num_target_layers=depth)
 
 
 def settle_layers(
@@ -140,6 +145,7 @@ def settle_layers(
 ) -> tuple[int, ...]:
     """The tapped layers: --layers, else those of a given config, else evenly spread ones."""
     if args.layers is not None:
+        check_layers(args.layers, target_facts(args.target).num_layers)
         return args.layers
     if given is not None:
         return given[1].target_layer_ids
@@ -260,11 +266,15 @@ def run_settings(
 
 
 def load_weights(drafter: nn.Module, folder: Path) -> None:
-    """Take the weights of a published drafter. Raises UserError that lists what differs."""
+    """Take the weights of a published drafter. Raises UserError that lists what differs.
+
+    An embedding or a head in it is left there: the target's own are used.
+    """
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise run.UserError(f"--init-from {folder}: {WEIGHTS_FILE}: {error}") from error
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in EXTRA_TENSORS}
     own = drafter.state_dict()
     differing = [f"{name} is missing" for name in sorted(own.keys() - tensors.keys())]
     differing += [f"{name} is unknown" for name in sorted(tensors.keys() - own.keys())]

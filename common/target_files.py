@@ -136,7 +136,7 @@ def default_target_layers(num_layers: int, num_taps: int = 5) -> tuple[int, ...]
 
 
 def check_layers(layers: Sequence[int], depth: int) -> None:
-    """Raises UsageError for layers that are out of range, repeated, or the last one."""
+    """Raises UsageError for layers that are out of range, out of order, or the last one."""
     for layer in layers:
         if not 0 <= layer < depth:
             raise UsageError(f"--layers {layer}: the target has layers 0 to {depth - 1}")
@@ -145,8 +145,11 @@ def check_layers(layers: Sequence[int], depth: int) -> None:
                 f"--layers {layer}: the last layer cannot be tapped, engines see it only after "
                 "the final norm"
             )
-    if len(set(layers)) != len(layers) or not layers:
-        raise UsageError(f"--layers {','.join(map(str, layers))}: must name distinct layers")
+    if list(layers) != sorted(set(layers)) or not layers:
+        raise UsageError(
+            f"--layers {','.join(map(str, layers))}: must be distinct and ascend, as engines "
+            "hand them over"
+        )
 
 
 def embedding_fingerprint(embedding: torch.Tensor) -> str:
