@@ -69,11 +69,11 @@ from common.training import (
 from common.verify import print_checks, verify
 
 NEEDED = ("data", "target", "output")  # to train
+RUN_FOLDERS = ("checkpoints", "export", "tensorboard")
 MAX_PACK_LENGTH, MAX_SEED = 1 << 20, (1 << 63) - 1
 
 # Settings that a place inside a shard depends on.
 PACKING_SETTINGS = frozenset(["eval_fraction", "global_batch", "pack_length", "seed"])
-RUN_FOLDERS = ("checkpoints", "export", "tensorboard")  # of a run folder
 
 # Flags that say where and how fast, not what is trained: a resumed run may change them freely.
 FREE_FLAGS = frozenset(

@@ -56,9 +56,8 @@ def export(
             publish(folder, tensors, config, layout=layout, target=target, ends=ends)
         except UserError as error:
             failure = error
-    if not world.agree(failure is None):
+    if world.sum([float(failure is not None)])[0]:
         raise failure or UserError("the main rank could not export the drafter")
-    world.barrier()
 
 
 def export_config(config: DrafterConfig, *, layout: str, target: str) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def print_checks(folder: Path, checks: list[Check]) -> int:
     rows = [(check.name, check.verdict) for check in checks]
     findings = [(check.name, finding) for check in checks for finding in check.findings]
     faults = sum(finding.fatal for _, finding in findings)
-    verdict = f"{faults} faults" if faults else "engines load it"
+    verdict = f"{faults} fault{'s' * (faults > 1)}" if faults else "engines load it"
     print_table(f"Export {folder}", [*rows, ("all in all", verdict)])
     for name, finding in findings:
         print(f"{'FAULT' if finding.fatal else 'warning'}: {name}: {finding.text}")

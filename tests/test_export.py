@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import common.blocks
 import common.drafter
 import common.export
+import train_dflash_online
 from common import dist
 from common.drafter import Drafter, DrafterConfig
 from common.export import export, exported_layout, publish
@@ -21,11 +22,11 @@ from common.reference import reference_states, seeded_sample, training_states
 from common.run import UserError
 from common.setup import load_weights, read_draft_config
 from common.speculators import speculators_json, zlab_json
-from common.verify import Check, config_checks, print_checks, read_drafter, verify
+from common.verify import Check, config_checks, read_drafter, verify
 from tests import forked
 from tests.test_drafter import EXPECTED_CONFIG, qwen_config
 from tests.tiny_models import tiny_drafter_config, tiny_target
-from tests.tiny_run import ENVIRONMENT
+from tests.tiny_run import ENVIRONMENT, make_inputs, make_target, tokenize, train
 
 HIDDEN, WORDS = 64, 128
 
@@ -596,16 +597,14 @@ def run_script(*argv):
 
 
 def test_the_script_verifies_a_folder(made, tmp_path, capsys):
-    result = run_script("--verify-export", made["zlab"])
-    assert result.returncode == 0, result.stderr
-    assert "engines load it" in result.stdout and "forward" in result.stdout
+    assert train_dflash_online.main(["--verify-export", str(made["zlab"])]) == 0
+    said = capsys.readouterr().out
+    assert "engines load it" in said and "forward" in said
     broken = shutil.copytree(made["zlab"], tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     result = run_script("--verify-export", broken)
     assert result.returncode == 1 and result.stderr == ""
-    assert "FAULT: files: " in result.stdout and "1 faults" in result.stdout
-    assert print_checks(broken, verify(broken)) == 1
-    assert "is missing" in capsys.readouterr().out
+    assert "FAULT: files: " in result.stdout and "1 fault" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["export", "tensorboard", "checkpoints"])
@@ -616,3 +615,45 @@ def test_a_file_in_a_folders_place_is_one_line_at_the_start(target, tmp_path, na
     assert result.returncode == 1
     (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
     assert f"{name} is not a folder" in line
+
+
+@pytest.fixture(scope="module")
+def run_parts(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    made = make_target(root / "target")
+    return tokenize(make_inputs(root / "in", files=1), root / "data", made), made
+
+
+def block_export(run):
+    run.mkdir()
+    (run / ".export.partial").write_text("in the way")
+
+
+def test_a_run_exports_when_it_can_and_goes_on_from_there(run_parts, tmp_path):
+    """A run that cannot export, the same in another layout, and training on from it."""
+    run = tmp_path / "run"
+    flags = ("--max-steps", "1", "--eval-rows", "0")
+    block_export(run)
+    failed = train(*run_parts, run, *flags)
+    assert failed.returncode == 1 and "cannot write the export" in failed.stderr.splitlines()[-1]
+    assert not (run / "export").exists() and (run / "checkpoints/latest").exists()
+    (run / ".export.partial").unlink()
+    done = train(*run_parts, run, *flags, "--export-format", "speculators")
+    assert done.returncode == 0, done.stderr
+    assert findings(verify(run / "export")) == []
+    assert exported_layout(run / "export") == "speculators"
+    flags = (*flags, "--init-from", str(run / "export"), "--learning-rate", "1e-30")
+    further = train(*run_parts, tmp_path / "on", *flags)
+    assert further.returncode == 0, further.stderr
+    tensors = load_file(run / "export/model.safetensors")
+    untouched = load_file(tmp_path / "on/export/model.safetensors")
+    assert tensors.keys() == untouched.keys() | {"embed_tokens.weight", "lm_head.weight"}
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in untouched.items())
+
+
+@pytest.mark.slow
+def test_a_failed_export_ends_both_ranks(run_parts, tmp_path):
+    block_export(tmp_path / "run")
+    failed = train(*run_parts, tmp_path / "run", "--max-steps", "1", "--eval-rows", "0", ranks=2)
+    assert failed.returncode == 1 and failed.stderr.count("cannot write the export") == 1
+    assert "the main rank could not export" in failed.stderr
