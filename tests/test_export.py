@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def make_drafter(config: DrafterConfig, seed: int = 0) -> Drafter:
 
 def ends(*, tied: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(5)
-    embedding = torch.randn(WORDS, HIDDEN)
+    embedding = torch.randn(WORDS, HIDDEN).bfloat16()  # as on a GPU
     return embedding, embedding if tied else torch.randn(WORDS, HIDDEN)
 
 
@@ -548,9 +549,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_export(target, tmp_path):
         killed += 1
         pid = os.fork()
         if pid == 0:
-            kill_at_event(killed)
-            write(folder, target, drafter=drafter)
-            os._exit(0)
+            try:
+                kill_at_event(killed)
+                write(folder, target, drafter=drafter)
+                os._exit(0)
+            finally:
+                os._exit(1)
         _, status = os.waitpid(pid, 0)
         whole = folder if folder.exists() else tmp_path / "export.replaced"
         assert findings(verify(whole)) == [], killed
@@ -562,9 +566,19 @@ def test_a_kill_at_any_moment_leaves_a_whole_export(target, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-def kill_at_event(count):
-    import sys
+def test_an_export_between_two_names_is_kept_when_the_next_one_fails(target, tmp_path):
+    folder = write(tmp_path / "export", target)
+    before = (folder / "model.safetensors").read_bytes()
+    folder.rename(tmp_path / "export.replaced")  # where a kill leaves it
+    drafter = make_drafter(make_config())
+    with torch.no_grad():
+        drafter.norm.weight.fill_(float("inf"))
+    with pytest.raises(UserError, match="is the one before"):
+        write(folder, target, drafter=drafter)
+    assert (folder / "model.safetensors").read_bytes() == before
 
+
+def kill_at_event(count):
     left = count
 
     def watch(event, arguments):
