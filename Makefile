@@ -2,7 +2,7 @@
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
 #                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
-#                       a step of stage 3
+#                       a step of stage 3, `make bench-losses` for what each loss does to the demo
 # make soak       a long served run whose processes are killed, against an undisturbed one
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
@@ -12,7 +12,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize bench-wire bench-target bench-step soak clean
+.PHONY: demo test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses soak clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -37,6 +37,9 @@ soak: .venv/ready
 
 bench-step: .venv/ready
 	@.venv/bin/python -m tests.bench.bench_step
+
+bench-losses: .venv/ready
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.bench.bench_losses
 
 clean:
 	rm -rf .demo .cache

@@ -45,6 +45,7 @@ from common.lifetime import (
     refuse_files,
     run_folder_lock,
 )
+from common.losses import LOSSES, needs_teacher
 from common.schedule import known_horizon, training_horizon
 from common.setup import (
     SHARD_POLL_S,
@@ -59,6 +60,7 @@ from common.status import Status, print_status
 from common.store import Store, add_store_arguments, add_store_write_arguments
 from common.telling import StepProgress, print_dry_run, print_summary, shard_line
 from common.training import (
+    DEFAULT_GAMMA,
     RunState,
     Training,
     dry_step,
@@ -191,7 +193,14 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--anchor-ratio", type=run.fraction, default=0.125, help="anchors per token of a pack"
     )
-    group.add_argument("--gamma", type=run.positive_float, default=7.0, help="slot weight decay")
+    group.add_argument(
+        "--loss", choices=LOSSES, default="ce", help="kd, tv and ce+tv want servers with --final"
+    )
+    group.add_argument(
+        "--gamma",
+        type=run.non_negative_float,
+        help=f"slot weight decay; 0: none [{DEFAULT_GAMMA:g}, with dpace 0]",
+    )
     group.add_argument("--learning-rate", type=run.positive_float, default=6e-4, help="peak")
     group.add_argument("--warmup-ratio", type=run.fraction, default=0.04, help="of all steps")
     group.add_argument("--epochs", type=run.positive_int, default=6, help="passes over the data")
@@ -287,6 +296,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError("--block-size 1: must be at least 2, the anchor and one draft")
     if int(args.anchor_ratio * args.pack_length) < 1:
         raise run.UsageError(f"--anchor-ratio {args.anchor_ratio}: gives no anchor in a pack")
+    if args.gamma is None:
+        args.gamma = 0.0 if args.loss == "dpace" else DEFAULT_GAMMA
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     elif args.device == "cuda" and not torch.cuda.is_available():
@@ -409,6 +420,7 @@ def open_feed(training: Training) -> StepFeed:
         share=args.global_batch // training.world.size,
         rank=training.world.rank,
         depth=1 if training.setup.is_colocated else args.prefetch,
+        final=needs_teacher(args.loss),
     )
 
 

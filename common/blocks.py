@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from common.attention import AttentionMask, GroupedMask, MaskGroup
 
 GROUP_BLOCKS = 8  # 2 to 16 take the same time at 128 blocks of 16 over 1,024 tokens, 32 twice it
+DPACE_ALPHA = 0.5  # the floor of a slot's chance, so that later slots are learnt early on too
 PADDING = -1  # the document number of padding tokens
 
 MaskPredicate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -112,10 +113,30 @@ def make_blocks(
 
 
 def decay_weights(blocks: Blocks, *, gamma: float) -> torch.Tensor:
-    """exp(-(k-1)/gamma) on supervised slots, 0 elsewhere: (Q,) float32 (arXiv 2602.06036)."""
+    """exp(-(k-1)/gamma) on supervised slots, 0 elsewhere: (Q,) float32 (arXiv 2602.06036).
+
+    With gamma 0 there is no decay: 1 on supervised slots.
+    """
+    if gamma == 0:
+        return blocks.supervised.float()
     slots = torch.arange(blocks.block_size, device=blocks.anchors.device)
     decay = torch.exp(-(slots.float() - 1).clamp(min=0) / gamma)
     return decay.repeat(len(blocks.anchors)) * blocks.supervised
+
+
+def dpace_weights(blocks: Blocks, cross_entropy: torch.Tensor) -> torch.Tensor:
+    """What each supervised slot adds to the expected acceptance, 0 elsewhere: (Q,) float32.
+
+    cross_entropy (Q,). With q_k = exp(-CE_k), made no smaller than a half by (q_k + 1) / 2, C_j is
+    the product of the block's first j, the chance that all of them are accepted; slot k weighs
+    the sum of C_j for j >= k (D-PACE, arXiv 2605.18810, alpha 0.5). Unsupervised slots are passed
+    over: they neither break the product nor count in the sum.
+    """
+    supervised = blocks.supervised.view(len(blocks.anchors), blocks.block_size)
+    accepted = DPACE_ALPHA + (1 - DPACE_ALPHA) * torch.exp(-cross_entropy).view_as(supervised)
+    reached = torch.where(supervised, accepted, 1.0).cumprod(dim=1) * supervised
+    from_here = reached.flip(1).cumsum(dim=1).flip(1) * supervised
+    return from_here.flatten()
 
 
 def mask_predicate(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> MaskPredicate:

@@ -24,7 +24,8 @@ from common.dist import World
 from common.drafter import DrafterConfig
 from common.feed import ReadyStep
 from common.guards import tap_figures
-from common.loss import weighted_loss
+from common.loss import LossSums
+from common.losses import block_loss, needs_teacher
 from common.target import Taps
 
 CHUNK_SLOTS = 2048  # logits of this many slots exist at once: 1 GB in bf16 at 248,320 words
@@ -186,19 +187,50 @@ class StepSums:
     tap_figures: torch.Tensor
 
 
+def _forward(
+    drafter: nn.Module,
+    config: DrafterConfig,
+    ends: TargetEnds,
+    batch: MicroBatch,
+    taps: torch.Tensor,
+    *,
+    loss_kind: str,
+    attention: str,
+) -> LossSums:
+    """The loss of a micro-batch, whose hidden states lie in `taps` (1, S, L*H)."""
+    final = None
+    if needs_teacher(loss_kind):
+        states = [each.final for each in batch.taps if each.final is not None]
+        final = padded_taps(batch.packs, states, ends.head)[0]
+    output = draft_blocks(
+        drafter,
+        config,
+        ends,
+        pack=batch.pack,
+        blocks=batch.blocks,
+        taps=taps,
+        attention=attention,
+    )
+    return block_loss(loss_kind, output, ends.head, batch.blocks, batch.weights, final=final)
+
+
 def accumulate_gradients(
     drafter: Any,
     config: DrafterConfig,
     ends: TargetEnds,
     batches: Sequence[MicroBatch],
     *,
+    loss_kind: str,
     attention: str,
     world: World,
 ) -> StepSums:
     """Run forward and backward over a rank's micro-batches; gradients end up summed over ranks.
 
-    The weighted sums of all micro-batches and ranks are divided by the global sum of weights, known
-    before the first forward, so the update does not depend on how the global batch is split.
+    The loss is the weighted mean over all supervised slots of the global batch, so neither the
+    split into micro-batches and ranks nor the scale of the weights changes the update, and one
+    learning rate serves every loss. The sums are divided by the global sum of the weights by
+    position, known before the first forward. dpace's own weights are known only after the last
+    one: its gradients are then brought to their sum, once.
     """
     total_weight, tokens, loss_tokens, anchors = world.sum(
         [
@@ -210,7 +242,7 @@ def accumulate_gradients(
     )
     num_layers = len(config.target_layer_ids)
     # summed where they are: fetching them for each micro-batch would hold the host up
-    sums = torch.zeros(1 + 2 * config.block_size, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(2 + 2 * config.block_size, dtype=torch.float64, device=world.device)
     # each rank fills its own forwards' places, so that the sum over ranks holds them all
     figures = torch.zeros(
         world.size, len(batches), 3, num_layers, dtype=torch.float64, device=world.device
@@ -221,20 +253,18 @@ def accumulate_gradients(
         taps = padded_taps(batch.packs, states, ends.embedding)
         real = batch.pack.documents != PADDING
         figures[world.rank, index] = tap_figures(taps, real, num_layers=num_layers)
-        output = draft_blocks(
-            drafter,
-            config,
-            ends,
-            pack=batch.pack,
-            blocks=batch.blocks,
-            taps=taps,
-            attention=attention,
+        loss = _forward(
+            drafter, config, ends, batch, taps, loss_kind=loss_kind, attention=attention
         )
-        loss = weighted_loss(output, ends.head, batch.blocks, batch.weights)
         (loss.loss / max(total_weight, 1e-12)).backward()
-        sums += torch.cat([loss.loss.detach()[None], loss.correct, loss.supervised])
+        scalars = torch.stack([loss.loss.detach(), loss.weight])
+        sums += torch.cat([scalars, loss.correct, loss.supervised])
     summed = world.sum(torch.cat([sums, figures.flatten()]).tolist())
-    loss_sum, *counts = summed[: len(sums)]
+    loss_sum, weight_sum, *counts = summed[: len(sums)]
+    if loss_kind == "dpace":
+        for parameter in drafter.parameters():
+            parameter.grad.mul_(total_weight / max(weight_sum, 1e-12))
+        total_weight = weight_sum
     return StepSums(
         loss=loss_sum / max(total_weight, 1e-12),
         correct=sum(counts[: config.block_size]),

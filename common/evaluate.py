@@ -30,7 +30,11 @@ from common.wire import HiddenStates
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over `rows` held-out rows; slot_accuracy[k-1] belongs to slot k of a block."""
+    """Figures over `rows` held-out rows; slot_accuracy[k-1] belongs to slot k of a block.
+
+    The loss is cross-entropy with position decay, whatever the drafter is trained with, so that
+    runs of different --loss compare.
+    """
 
     loss: float
     acceptance_length: float

@@ -26,14 +26,15 @@ class ReadyStep:
     taps: tuple[Future[Taps], ...]
 
 
-def ask(hidden_states: HiddenStates, pack: PackedRows) -> Future[Taps]:
-    """Ask for a pack's hidden states; an empty pack has none and asks nobody."""
+def ask(hidden_states: HiddenStates, pack: PackedRows, *, final: bool) -> Future[Taps]:
+    """Ask for a pack's hidden states, the last ones too with `final`; an empty pack asks nobody."""
     if pack.token_lists:
-        return hidden_states.submit(pack.token_lists)
+        return hidden_states.submit(pack.token_lists, final=final)
     have = hidden_states.description
     nothing: Future[Taps] = Future()
     width = len(have.layers) * have.hidden_size
-    nothing.set_result(Taps(torch.zeros(0, width, dtype=torch.bfloat16), None))
+    last = torch.zeros(0, have.hidden_size, dtype=torch.bfloat16) if final else None
+    nothing.set_result(Taps(torch.zeros(0, width, dtype=torch.bfloat16), last))
     return nothing
 
 
@@ -51,8 +52,10 @@ class StepFeed:
         share: int,
         rank: int,
         depth: int,
+        final: bool,
     ) -> None:
-        self._hidden_states, self._depth = hidden_states, depth
+        """`final`: ask for the target's last hidden states too."""
+        self._hidden_states, self._depth, self._final = hidden_states, depth, final
         self._share, self._first = share, share * rank
         self._ready: deque[ReadyStep] = deque()
         self._queue: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=depth)
@@ -91,7 +94,7 @@ class StepFeed:
             self._ended = True
             return
         packs = item.packs[self._first : self._first + self._share]
-        taps = tuple(ask(self._hidden_states, pack) for pack in packs)
+        taps = tuple(ask(self._hidden_states, pack, final=self._final) for pack in packs)
         self._ready.append(ReadyStep(item, self._first, packs, taps))
 
     def close(self) -> None:

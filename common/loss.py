@@ -9,6 +9,7 @@ on a CPU the softmax then stays in the cache, and the products run a sixth faste
 wide, 65,536 words, against chunks of 256 slots).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,29 +42,52 @@ def weighted_loss(
     blocks: Blocks,
     weights: torch.Tensor,
     *,
+    factors: Callable[[torch.Tensor], torch.Tensor] | None = None,
     tile_bytes: int | None = None,
 ) -> LossSums:
     """Sum of weights * cross-entropy of the slots' labels, not divided by anything.
 
     hidden (Q, H), head (V, H) frozen, both of the compute dtype; weights (Q,); softmax in float32.
-    `tile_bytes` bounds the float32 logits that exist at once, TILE_BYTES by default. A batch
-    without supervised slots gives loss 0 and zero gradients.
+    `factors` turns the slots' cross-entropy, (Q,) with 0 where unsupervised, into factors (Q,) of
+    the weights, which count as constants. `tile_bytes` bounds the float32 logits that exist at
+    once, TILE_BYTES by default. A batch without supervised slots gives loss 0 and zero gradients.
     """
     if tile_bytes is None:
         tile_bytes = TILE_BYTES[hidden.device.type]
     chosen = torch.nonzero(blocks.supervised)[:, 0]
-    loss, correct = _TiledCrossEntropy.apply(
-        hidden[chosen], head, blocks.labels[chosen], weights[chosen], tile_bytes
+
+    def weigh(cross_entropy: torch.Tensor) -> torch.Tensor:
+        if factors is None:
+            return weights[chosen]
+        of_slots = torch.zeros(len(blocks.labels), device=hidden.device)
+        of_slots[chosen] = cross_entropy
+        return weights[chosen] * factors(of_slots)[chosen]
+
+    loss, weight, correct = _TiledCrossEntropy.apply(
+        hidden[chosen], head, blocks.labels[chosen], weigh, tile_bytes
     )
+    return LossSums(loss, weight, *count_slots(blocks, chosen, correct))
+
+
+def count_slots(
+    blocks: Blocks, chosen: torch.Tensor, correct: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many are right and how many there are of each slot, (B,) float32 each.
+
+    chosen (n,) are indices of supervised slots, correct (n,) is 1 where they are right.
+    """
     slots = chosen % blocks.block_size
-    counts = torch.zeros(2, blocks.block_size, device=hidden.device)
+    counts = torch.zeros(2, blocks.block_size, device=chosen.device)
     counts[0].index_add_(0, slots, correct)
     counts[1].index_add_(0, slots, torch.ones_like(correct))
-    return LossSums(loss, weights[chosen].sum(), counts[0], counts[1])
+    return counts[0], counts[1]
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Sum of weighted cross-entropy, and which slots' argmax is the label.
+    """Sum of weighted cross-entropy, sum of the weights, and which slots' argmax is the label.
+
+    `weigh` gives the weights (n,) for the cross-entropy (n,), which is known when the gradient is
+    not yet scaled: so weights that depend on it cost nothing.
 
     The softmax of a slot is kept apart from its label: the label's logit, and over all other words
     the highest logit, the sum of exp(logit - highest), and that sum weighted by the words' rows of
@@ -77,9 +101,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         head: torch.Tensor,
         labels: torch.Tensor,
-        weights: torch.Tensor,
+        weigh: Callable[[torch.Tensor], torch.Tensor],
         tile_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         labels = labels[:, None]
         highest = torch.full(labels.shape, torch.finfo(torch.float32).min, device=hidden.device)
         others, label_logit = torch.zeros_like(highest), torch.zeros_like(highest)
@@ -105,6 +129,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 pull.mul_(shrink).add_(logits.to(head.dtype) @ tile)
             start += len(tile)
         behind = others.log() + highest - label_logit  # log of (1 - p) / p for the label's p
+        cross_entropy = softplus(behind[:, 0])
+        weights = weigh(cross_entropy)
         if pull is not None:
             # weight * (1 - p) * (the other words' mean row - the label's row)
             pull.div_(others).sub_(head[labels[:, 0]]).mul_(weights[:, None] * behind.sigmoid())
@@ -112,8 +138,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
         # bf16 logits tie often: as argmax, the first of equals wins
         won = (label_logit > highest) | ((label_logit == highest) & (labels < rival))
         correct = won[:, 0].float()
-        ctx.mark_non_differentiable(correct)
-        return (weights * softplus(behind[:, 0])).sum(), correct
+        total_weight = weights.sum()
+        ctx.mark_non_differentiable(total_weight, correct)
+        return (weights * cross_entropy).sum(), total_weight, correct
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -23,6 +23,7 @@ from common.client import ServedHiddenStates
 from common.drafter import CONFIG_FILE, WEIGHTS_FILE, Drafter, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
+from common.losses import needs_teacher
 from common.mirror import Mirror
 from common.plan import Plan
 from common.s3 import abort_left_uploads
@@ -102,7 +103,11 @@ def open_hidden_states(
     """Connect to the servers, open the files, or load the target beside the drafter."""
     if args.hidden_states == "colocated":
         target = Target.load(
-            args.target, layers=args.layers, dtype=getattr(torch, args.dtype), device=device
+            args.target,
+            layers=args.layers,
+            dtype=getattr(torch, args.dtype),
+            device=device,
+            final=needs_teacher(args.loss),
         )
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
     if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*,?", args.hidden_states):
@@ -217,6 +222,12 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
                 f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
                 "start the server with the same --target and --layers"
             )
+    if needs_teacher(args.loss) and not have.final:
+        raise run.UserError(
+            f"--loss {args.loss} learns from the target's last hidden states, which "
+            f"--hidden-states {args.hidden_states} does not have: give extract_hidden_online.py "
+            "--final"
+        )
     if isinstance(hidden_states, StoredHiddenStates) and hidden_states.data_sha256 != plan.sha256:
         raise run.UserError(
             f"--hidden-states {args.hidden_states} were written for other data than {args.data}: "

@@ -26,6 +26,7 @@ from common.setup import Setup
 from common.status import Status
 
 MAX_GRAD_NORM = 1.0
+DEFAULT_GAMMA = 7.0  # the paper's, for blocks of 16
 SKIPPED_ROWS_FILE = "skipped-rows.json"
 
 
@@ -87,6 +88,7 @@ def gradients(training: Training, ready: ReadyStep) -> StepSums:
         setup.config,
         setup.ends,
         batches,
+        loss_kind=args.loss,
         attention=args.attention,
         world=training.world,
     )
@@ -193,7 +195,7 @@ def evaluate_now(training: Training) -> None:
         packs=packs,
         rows=rows,
         num_anchors=setup.num_anchors,
-        gamma=args.gamma,
+        gamma=args.gamma or DEFAULT_GAMMA,
         attention=args.attention,
         world=setup.world,
     )

@@ -2,10 +2,11 @@
 
     gradients.py TARGET OUTPUT MICRO_BATCH [MICRO_BATCH ...]
 
-For each size of micro-batch rank 0 saves OUTPUT-SIZE.safetensors: {"loss": ..., name: gradient}
-with the full gradients, before clipping.
+For each loss and size of micro-batch rank 0 saves OUTPUT-LOSS-SIZE.safetensors: {"loss": ..., name:
+gradient} with the full gradients, before clipping.
 """
 
+import itertools
 import sys
 
 import numpy as np
@@ -18,6 +19,7 @@ from common import dist, setup
 from common.batches import PackedRows
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.feed import ReadyStep, ask
+from common.losses import LOSSES
 from common.target import Target
 from common.wire import ColocatedHiddenStates
 
@@ -45,8 +47,9 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
     torch.set_num_threads(1)
     with dist.start("cpu") as world:
         target = Target.load(
-            target_folder, layers=LAYERS, dtype=torch.float32, device=torch.device("cpu")
-        )
+            target_folder, layers=LAYERS, dtype=torch.float32, device=torch.device("cpu"),
+            final=True,
+        )  # fmt: skip
         hidden_states = ColocatedHiddenStates(target, max_tokens_per_request=1000)
         flags = ["--data", "x", "--target", target_folder, "--output", "x", "--draft-layers", "2"]
         flags += ["--block-size", "8", "--sliding-window", "16", "--pack-length", "128"]
@@ -59,16 +62,16 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         packs = [make_pack(lengths, generator) for lengths in LENGTHS]
         share = len(packs) // world.size
         mine = packs[share * world.rank : share * (world.rank + 1)]
-        taps = [ask(hidden_states, pack) for pack in mine]
+        taps = [ask(hidden_states, pack, final=True) for pack in mine]
         ready = ReadyStep(None, share * world.rank, tuple(mine), tuple(taps))
-        for size in sizes:
+        for kind, size in itertools.product(LOSSES, sizes):
             drafter.zero_grad()
             batches = micro_batches(
                 ready, config, step=1, seed=0, size=size, num_anchors=16, gamma=4.0,
                 device=world.device,
             )  # fmt: skip
             sums = accumulate_gradients(
-                drafter, config, ends, batches, attention="sdpa", world=world
+                drafter, config, ends, batches, loss_kind=kind, attention="sdpa", world=world
             )
             found = {"loss": torch.tensor(sums.loss)}
             for name, parameter in drafter.named_parameters():
@@ -76,7 +79,7 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
                 full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                 found[name] = full.contiguous()
             if world.is_main:
-                save_file(found, f"{output}-{size}.safetensors")
+                save_file(found, f"{output}-{kind}-{size}.safetensors")
 
 
 if __name__ == "__main__":

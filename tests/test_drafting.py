@@ -16,8 +16,10 @@ from common.blocks import dense_mask, flex_mask
 from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches, padded_taps
 from common.feed import ReadyStep
+from common.losses import LOSSES
 from common.target import Taps
 from tests.gradients import make_pack
+from tests.test_losses import naive_loss
 from tests.tiny_models import tiny_drafter_config
 
 WORDS, HIDDEN, SIZE, ANCHORS = 128, 64, 8, 12
@@ -45,8 +47,9 @@ def make_batches(rows, *, size=1, step=1):
     taps = []
     for pack in packs:
         future = Future()
-        states = generator.standard_normal((pack.num_tokens, 2 * HIDDEN), dtype=np.float32)
-        future.set_result(Taps(torch.from_numpy(states), None))
+        states = generator.standard_normal((pack.num_tokens, 3 * HIDDEN), dtype=np.float32)
+        taps_and_final = torch.from_numpy(states).split([2 * HIDDEN, HIDDEN], dim=1)
+        future.set_result(Taps(*taps_and_final))
         taps.append(future)
     return micro_batches(
         ReadyStep(None, 0, packs, tuple(taps)), make_config(), step=step, seed=0, size=size,
@@ -149,8 +152,9 @@ def test_compiled_and_checkpointed_layers_give_the_same_step(compiled, checkpoin
                 fully_shard(module, mesh=world.mesh)
             before = num_compiled_graphs()
             sums = accumulate_gradients(
-                drafter, make_config(), make_ends(), batches, attention="sdpa", world=world
-            )
+                drafter, make_config(), make_ends(), batches, loss_kind="ce", attention="sdpa",
+                world=world,
+            )  # fmt: skip
             assert (num_compiled_graphs() > before) == (changed and compiled)
             gradients = {name: p.grad.full_tensor() for name, p in drafter.named_parameters()}
             results.append((sums, gradients))
@@ -161,3 +165,51 @@ def test_compiled_and_checkpointed_layers_give_the_same_step(compiled, checkpoin
     for name, gradient in gradients.items():
         assert gradient.abs().sum() > 0, name
         torch.testing.assert_close(other_gradients[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_step_is_the_gradient_of_the_weighted_mean_over_its_batch(kind):
+    """From all logits of all micro-batches at once: mean over slots, not of micro-batches."""
+    batches, config, ends = make_batches(ROWS, size=2), make_config(), make_ends()
+    plain = Drafter(config)
+    plain.reset_parameters(seed=0)
+    sums = []
+    for batch in batches:
+        final = torch.zeros(len(batch.pack.input_ids), HIDDEN)
+        for number, (pack, taps) in enumerate(zip(batch.packs, batch.taps, strict=True)):
+            final[number * 128 : number * 128 + pack.num_tokens] = taps.final
+        hidden = draft(plain, batch, "sdpa")[0]
+        sums.append(naive_loss(kind, hidden, ends.head, batch.blocks, batch.weights, final))
+    want = sum(loss for loss, _ in sums) / sum(weight for _, weight in sums)
+    want.backward()
+    with dist.start("cpu") as world:
+        drafter = Drafter(config)
+        drafter.reset_parameters(seed=0)
+        fully_shard(drafter, mesh=world.mesh)
+        step = accumulate_gradients(
+            drafter, config, ends, batches, loss_kind=kind, attention="sdpa", world=world
+        )
+        assert step.loss == pytest.approx(want.item(), rel=1e-6)
+        for (name, parameter), other in zip(
+            drafter.named_parameters(), plain.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), other.grad, atol=1e-6, rtol=1e-4, msg=name
+            )
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_step_without_supervision_has_no_gradient(kind):
+    batches = make_batches([(), (2,)])
+    assert not any(batch.blocks.supervised.any() for batch in batches)
+    with dist.start("cpu") as world:
+        drafter = Drafter(make_config())
+        drafter.reset_parameters(seed=0)
+        fully_shard(drafter, mesh=world.mesh)
+        step = accumulate_gradients(
+            drafter, make_config(), make_ends(), batches, loss_kind=kind, attention="sdpa",
+            world=world,
+        )  # fmt: skip
+        assert (step.loss, step.supervised) == (0.0, 0.0)
+        for name, parameter in drafter.named_parameters():
+            assert not parameter.grad.full_tensor().any(), name

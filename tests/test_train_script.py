@@ -1,6 +1,7 @@
 """train_dflash_online.py: equal on any split, resumed to the bit, served as colocated."""
 
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import train_dflash_online
 from common.checkpoint import read_state
 from common.drafter import Drafter, DrafterConfig
+from common.losses import LOSSES
 from common.run import UserError
 from tests import forked
 from tests.servers import free_port
@@ -277,7 +279,7 @@ def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run,
 
 
 def test_gradients_are_equal_on_any_split(parts, tmp_path):
-    """Two ranks on gloo, or other micro-batches: the same loss and gradients to 1e-5."""
+    """Two ranks on gloo, or other micro-batches: the same losses and gradients to 1e-5."""
     _, _, target = parts
     found = {}
     for ranks, sizes in ((1, ("1", "4")), (2, ("1", "2"))):
@@ -290,15 +292,58 @@ def test_gradients_are_equal_on_any_split(parts, tmp_path):
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
-        for size in sizes:
-            found[ranks, int(size)] = load_file(f"{output}-{size}.safetensors")
-    want = found.pop((1, 1))
-    assert float(want["loss"]) > 1 and all(g.abs().max() > 0 for g in want.values())
-    for split, tensors in found.items():
+        for kind, size in itertools.product(LOSSES, sizes):
+            found[kind, ranks, int(size)] = load_file(f"{output}-{kind}-{size}.safetensors")
+    assert len(found) == 4 * len(LOSSES)
+    for (kind, *split), tensors in found.items():
+        want = found[kind, 1, 1]
+        assert all(gradient.abs().max() > 0 for gradient in want.values())
         for name, tensor in want.items():
             torch.testing.assert_close(
-                tensors[name], tensor, atol=1e-5, rtol=1e-5, msg=f"{split} {name}"
+                tensors[name], tensor, atol=1e-5, rtol=1e-5, msg=f"{kind} {split} {name}"
             )
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if kind != "ce"])
+def test_every_loss_trains(parts, calm_run, tmp_path, kind):
+    _, data, target = parts
+    flags = ("--max-steps", "4", "--loss", kind)
+    result = train(data, target, tmp_path / "run", *flags)
+    assert result.returncode == 0, result.stderr
+    losses = [entry["loss"] for entry in comparable(tmp_path / "run") if "loss" in entry]
+    assert losses[-1] < losses[0] and len(losses) == 4
+    assert losses[0] != comparable(calm_run[0])[0]["loss"]
+    settings = json.loads((tmp_path / "run/run.json").read_bytes())["training_settings"]
+    assert (settings["loss"], settings["gamma"]) == (kind, 4.0)
+
+
+def test_a_loss_with_a_teacher_asks_its_server_for_the_last_states(parts, tmp_path):
+    _, data, target = parts
+    flags = ("--max-steps", "2", "--loss", "kd")
+    assert train(data, target, tmp_path / "beside", *flags).returncode == 0
+    for output, server_flags in (("served", ["--final"]), ("refused", [])):
+        with serving(str(target), *server_flags) as server:
+            address = server.stdout.readline().strip()
+            result = train(data, target, tmp_path / output, *flags, "--hidden-states", address)
+            if server_flags:
+                assert result.returncode == 0, result.stderr
+                assert_same_run(tmp_path / "served", tmp_path / "beside", tmp_path)
+            else:
+                assert result.returncode == 1
+                last = result.stderr.splitlines()[-1]
+                assert "--loss kd" in last and address in last and "--final" in last
+
+
+def test_the_position_decay_follows_the_loss_unless_it_is_given():
+    flags = ["--data", "x", "--target", "x", "--output", "x"]
+    for more, want in (
+        ((), 7.0),
+        (("--loss", "kd"), 7.0),
+        (("--loss", "dpace"), 0.0),
+        (("--loss", "dpace", "--gamma", "4"), 4.0),
+        (("--gamma", "0"), 0.0),
+    ):
+        assert train_dflash_online.parse_args([*flags, *more]).gamma == want
 
 
 def test_one_ranks_checkpoint_resumes_on_two(parts, calm_run, tmp_path):
@@ -370,6 +415,7 @@ def test_other_settings_in_the_same_folder_are_refused(parts, calm_run, tmp_path
         ("--anchor-ratio", "0.3"),
         ("--eval-rows", "9"),
         ("--learning-rate", "1e-3"),
+        ("--loss", "dpace"),
     ):
         name = flag.removeprefix("--").replace("-", "_")
         command = training_command(data, target, calm_run[0], "--max-steps", "6", flag, value)
