@@ -92,7 +92,7 @@ def mean_and_spread(values: Sequence[float]) -> str:
 def table_row(cells: Sequence[dict[str, float]], base: Sequence[dict[str, float]]) -> str:
     """All anchors, walked, and walked against the base seed by seed."""
     of_all, walked = ([cell[name] for cell in cells] for name in FIGURES)
-    gains = [cell[FIGURES[1]] - other[FIGURES[1]] for cell, other in zip(cells, base, strict=False)]
+    gains = [cell[FIGURES[1]] - other[FIGURES[1]] for cell, other in zip(cells, base, strict=True)]
     return (
         f"{mean_and_spread(of_all)} all anchors; {mean_and_spread(walked)} walked; "
         f"{statistics.mean(gains):+.2f} ({min(gains):+.2f} to {max(gains):+.2f})"
