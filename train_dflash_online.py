@@ -33,6 +33,7 @@ from torch import nn
 
 from common import checkpoint, dist, run
 from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
+from common.evaluating import evaluate_only, run_defaults
 from common.export import FORMATS, export, export_config, exported_layout
 from common.feed import ReadyStep, StepFeed
 from common.guards import Guards
@@ -45,12 +46,13 @@ from common.lifetime import (
     refuse_files,
     run_folder_lock,
 )
-from common.losses import LOSSES, needs_teacher
+from common.losses import DEFAULT_GAMMA, LOSSES, needs_teacher
 from common.schedule import known_horizon, training_horizon
 from common.setup import (
     SHARD_POLL_S,
     Setup,
     build_drafter,
+    given_config,
     open_checkpoints,
     open_mirror,
     prepare,
@@ -60,11 +62,11 @@ from common.status import Status, print_status
 from common.store import Store, add_store_arguments, add_store_write_arguments
 from common.telling import StepProgress, print_dry_run, print_summary, shard_line
 from common.training import (
-    DEFAULT_GAMMA,
     RunState,
     Training,
     dry_step,
     evaluate_now,
+    refuse_export,
     save_checkpoint,
     train_step,
 )
@@ -84,15 +86,19 @@ FREE_FLAGS = frozenset(
         "attention",
         "cache_dir",
         "cache_gb",
+        "checkpoint",
         "checkpoint_layers",
         "checkpoint_uri",
         "compile",
         "data",
         "debug",
+        "draft_cost",
         "dry_run",
         "endpoint_url",
         "eval_every",
         "export_format",
+        "eval_only",
+        "force",
         "hidden_states",
         "keep",
         "keep_every",
@@ -109,6 +115,7 @@ FREE_FLAGS = frozenset(
         "sse_kms_key",
         "status",
         "target",
+        "temperature",
         "tls_root_certs",
         "token_file",
         "verify_export",
@@ -127,6 +134,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_instead_arguments(parser)
     args = parser.parse_args(argv)
     try:
+        if args.eval_only and args.output is not None:
+            parser.set_defaults(**run_defaults(args))
+            args = parser.parse_args(argv)
         return resolve(args)
     except run.UsageError as error:
         parser.error(str(error))
@@ -231,6 +241,16 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-fraction", type=run.fraction, default=0.005, help="of rows held out")
     group.add_argument("--eval-rows", type=run.non_negative_int, default=256, help="0: never")
     group.add_argument("--eval-every", type=run.positive_int, default=1000, help="steps")
+    group.add_argument(
+        "--temperature", type=run.positive_float, default=1.0, help="of the expected acceptance"
+    )
+    group.add_argument(
+        "--checkpoint", type=Path, help="with --eval-only: a step's folder [newest of --output]"
+    )
+    group.add_argument(
+        "--draft-cost", type=run.non_negative_float,
+        help="with --eval-only: of a block, in steps of the target [by parameters]",
+    )  # fmt: skip
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,12 +275,19 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-change", default="", help="settings a resume may change, comma-separated"
     )
     group.add_argument(
+        "--force", action="store_true", help="export a drafter that ignores its context too"
+    )
+    group.add_argument(
         "--report-to", choices=("none", *REPORTERS), default="none", help="beside TensorBoard"
     )
 
 
 def add_instead_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("instead of training")
+    group = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
+    group.add_argument(
+        "--eval-only", action="store_true",
+        help="judge a checkpoint, or --init-from, on held-out rows: report.html in --output",
+    )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="one step: the memory and the time")
     group.add_argument("--status", metavar="RUN", type=Path, help="where a run stands, and exit")
     group.add_argument(
@@ -282,6 +309,10 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         )
     if args.sse and not (args.checkpoint_uri or "").startswith("s3://"):
         raise run.UsageError(f"--sse {args.sse}: only with --checkpoint-uri s3://...")
+    if args.checkpoint is not None and (not args.eval_only or args.init_from is not None):
+        raise run.UsageError("--checkpoint: only with --eval-only, and not beside --init-from")
+    if args.eval_only and args.eval_rows == 0:
+        raise run.UsageError("--eval-rows 0: --eval-only needs rows")
     args.output = Path(args.output)
     args.cache_dir = args.cache_dir or args.output / "cache"
     if args.pack_length % PACK_MULTIPLE:
@@ -548,9 +579,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         log = run.setup_logging(
             "train" if world.is_main else f"train[{world.rank}]",
             debug=args.debug,
-            log_file=args.output / "train.log" if world.is_main else None,
+            log_file=args.output / "train.log" if world.is_main and not args.eval_only else None,
         )
         try:
+            if args.eval_only:  # beside a run that goes on, if need be: its files are left alone
+                with contextlib.ExitStack() as closing:
+                    return evaluate_only(args, world, log, stop, closing, free_flags=FREE_FLAGS)
             with (
                 run_folder_lock(args.output, is_main=world.is_main),
                 contextlib.ExitStack() as closing,
@@ -616,7 +650,9 @@ def run_training(
         run.print_settings(log, vars(args))
     resumed = find_resume(args, checkpoints)
     old = checkpoint.read_state(resumed) if resumed is not None else None
-    setup = prepare(args, world, log, stop, closing, free_flags=FREE_FLAGS)
+    setup = prepare(
+        args, world, log, stop, closing, free_flags=FREE_FLAGS, given=given_config(args)
+    )
     previous = previous_settings(args.output, old)
     changed = set()
     if previous is not None:
@@ -654,6 +690,7 @@ def run_training(
         log.info(f"starting step={state.step} horizon={state.horizon} resumed={resumed}")
     finished = train(training)
     if finished:
+        refuse_export(training)
         export(
             args.output / "export",
             model=drafter,

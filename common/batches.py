@@ -245,21 +245,38 @@ class StepStream:
         return [[int(rows[index]) for index in pack] for pack in packs]
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Rows to evaluate on, in packs; `sources` of the rows in the order of the packs' documents."""
+
+    packs: tuple[PackedRows, ...] = ()
+    sources: tuple[str | None, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return len(self.sources)
+
+
+def seen_shards(cursor: Cursor, num_shards: int) -> int:
+    """How many shards, in plan order, a run at this cursor may evaluate on."""
+    return cursor.position + 1 if cursor.epoch == 0 else num_shards
+
+
 def held_out_packs(
     shards: Iterable[Shard], *, seed: int, fraction: float, max_rows: int, pack_length: int
-) -> tuple[list[PackedRows], int]:
-    """The first `max_rows` held-out rows with an anchor, in order, in packs; and their number.
+) -> HeldOut:
+    """The first `max_rows` held-out rows with an anchor, in order, in packs.
 
     Takes no shard more than it needs, so that `shards` may open them on the way.
     """
-    packs = []
-    left = max_rows
+    packs: list[PackedRows] = []
+    sources: list[str | None] = []
     for shard in shards:
         held_out = _held_out(shard, seed=seed, fraction=fraction)
         usable = _has_anchor(shard, pack_length=pack_length)
         lengths = np.minimum(shard.lengths, pack_length)
-        rows = np.flatnonzero(held_out & usable)[:left].tolist()
-        left -= len(rows)
+        rows = np.flatnonzero(held_out & usable)[: max_rows - len(sources)].tolist()
+        sources += [shard.source(row) for row in rows]
         chosen: list[int] = []
         for row in rows:
             if lengths[[*chosen, row]].sum() > pack_length:
@@ -268,6 +285,6 @@ def held_out_packs(
             chosen.append(row)
         if chosen:
             packs.append(build_pack(shard, chosen, pack_length=pack_length))
-        if left == 0:
+        if len(sources) == max_rows:
             break
-    return packs, max_rows - left
+    return HeldOut(tuple(packs), tuple(sources))

@@ -21,7 +21,9 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 
@@ -294,14 +296,14 @@ def _one_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, flag: str = "--resume") -> dict[str, Any]:
     """The trainer.json of a checkpoint. Raises UserError when it is not a whole one."""
     if not is_whole(path):
-        raise UserError(f"--resume {path}: not a whole checkpoint (no .metadata or {STATE_FILE})")
+        raise UserError(f"{flag} {path}: not a whole checkpoint (no .metadata or {STATE_FILE})")
     try:
         state = json.loads((path / STATE_FILE).read_bytes())
     except ValueError as error:
-        raise UserError(f"--resume {path}: its {STATE_FILE} is damaged") from error
+        raise UserError(f"{flag} {path}: its {STATE_FILE} is damaged") from error
     if state.get("version") != STATE_VERSION:
         raise UserError(
             f"{path}: checkpoint version {state.get('version')}, this trainer reads {STATE_VERSION}"
@@ -314,3 +316,10 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
+
+
+def load_weights(path: Path, *, model: nn.Module) -> None:
+    """Load the weights alone, as `load` does."""
+    weights = get_model_state_dict(model)
+    dcp.load({"model": weights}, checkpoint_id=path)
+    set_model_state_dict(model, weights)

@@ -28,8 +28,6 @@ from common.loss import LossSums
 from common.losses import block_loss, needs_teacher
 from common.target import Taps
 
-CHUNK_SLOTS = 2048  # logits of this many slots exist at once: 1 GB in bf16 at 248,320 words
-
 
 @dataclass(frozen=True)
 class TargetEnds:

@@ -3,14 +3,17 @@
 metrics.jsonl holds one JSON object a line: every step (step, loss, slot_accuracy, grad_norm,
 learning_rate, tokens, loss_tokens, anchors, skipped_steps, time, *_s, *_per_s; loss and grad_norm
 are null where the step was skipped) and every evaluation (step, eval_loss,
-eval_acceptance_length, eval_walked_acceptance_length, eval_slot_accuracy, eval_rows, time). Keys
-that end in _s or _per_s and `time` are the only ones that differ between equal runs.
+eval_acceptance_length, eval_walked_acceptance_length, eval_zeroed_acceptance_length,
+eval_shifted_acceptance_length, eval_slot_accuracy, eval_rows, time; with --final hidden states
+eval_expected_acceptance_length). Keys that end in _s or _per_s and `time` are the only ones that
+differ between equal runs.
 """
 
 import contextlib
 import importlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,13 +143,16 @@ def draw_curves(metrics: list[dict[str, Any]], path: Path) -> None:
         label="held-out rows",
     )
     left.set(xlabel="step", ylabel="loss (weighted cross-entropy)", title="Loss")
-    for key, label in (
-        ("eval_acceptance_length", "mean over all anchors"),
-        ("eval_walked_acceptance_length", "walked, as in serving"),
+    for key, label, style in (
+        ("eval_acceptance_length", "mean over all anchors", "-"),
+        ("eval_walked_acceptance_length", "walked, as in serving", "-"),
+        ("eval_zeroed_acceptance_length", "control: hidden states zeroed", ":"),
+        ("eval_shifted_acceptance_length", "control: hidden states shifted", ":"),
     ):
-        right.plot(
-            [e["step"] for e in evaluations], [e[key] for e in evaluations], marker="o", label=label
-        )
+        points = [
+            (e["step"], e.get(key, math.nan)) for e in evaluations
+        ]  # older ones lack controls
+        right.plot(*zip(*points, strict=True), marker="o", ls=style, label=label)
     right.set(
         xlabel="step", ylabel="tokens per target step", title="Acceptance length on held-out rows"
     )

@@ -1,4 +1,4 @@
-"""Weighted cross-entropy through the target's frozen head, and acceptance lengths.
+"""Weighted cross-entropy through the target's frozen head.
 
 Letters: Q slots, H hidden size, V vocabulary. Logits never exist for all words: slots without
 supervision are dropped first, the rest meet the head in tiles of the vocabulary. The head needs no
@@ -151,38 +151,3 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _tile_words(slots: int, tile_bytes: int) -> int:
     """Words whose float32 logits for so many slots fill a tile, in multiples of 64."""
     return max(1, tile_bytes // (4 * max(slots, 1)) // 64) * 64
-
-
-@torch.no_grad()
-def block_predictions(
-    hidden: torch.Tensor, head: torch.Tensor, *, chunk_slots: int
-) -> torch.Tensor:
-    """The greedy token of every slot, (Q,) int64, for hidden (Q, H) and head (V, H)."""
-    return torch.cat([(part @ head.T).argmax(-1) for part in hidden.split(chunk_slots)])
-
-
-def acceptance_lengths(predictions: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Tokens a target step would yield from each block, (N,) int64: accepted drafts + 1.
-
-    predictions (Q,). A draft is accepted while it and all before it equal the label; an
-    unsupervised slot ends the count.
-    """
-    right = (predictions == blocks.labels) & blocks.supervised
-    right = right.view(len(blocks.anchors), blocks.block_size)[:, 1:]
-    return 1 + right.long().cumprod(dim=1).sum(dim=1)
-
-
-def walked_acceptance(lengths: torch.Tensor, anchors: torch.Tensor) -> tuple[int, int]:
-    """(tokens, target steps) of one document served with greedy drafts.
-
-    `anchors` (A,) ascending are all legal anchors of the document, `lengths` (A,) their acceptance
-    lengths. The walk starts at the first, the first generated token, and jumps by what was
-    accepted; it ends where no draft can be judged. Equals the real greedy loop in float32.
-    """
-    length_at = dict(zip(anchors.tolist(), lengths.tolist(), strict=True))
-    tokens = steps = 0
-    place = next(iter(length_at), None)
-    while place in length_at:
-        tokens, steps = tokens + length_at[place], steps + 1
-        place += length_at[place]
-    return tokens, steps

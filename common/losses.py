@@ -30,6 +30,7 @@ TEACHER_TERMS = {
     "tv": {"tv": 1.0},
     "ce+tv": {"ce": 0.1, "tv": 0.9},
 }
+DEFAULT_GAMMA = 7.0  # of the position decay: the paper's, for blocks of 16
 LOSSES = ("ce", "dpace", *TEACHER_TERMS)
 
 

@@ -107,7 +107,7 @@ def open_hidden_states(
             layers=args.layers,
             dtype=getattr(torch, args.dtype),
             device=device,
-            final=needs_teacher(args.loss),
+            final=args.eval_only or needs_teacher(args.loss),
         )
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
     if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*,?", args.hidden_states):
@@ -335,17 +335,18 @@ def prepare(
     closing: contextlib.ExitStack,
     *,
     free_flags: Collection[str],
+    given: tuple[str, DrafterConfig] | None,
 ) -> Setup:
     """Open the data and the hidden states, check that they belong together, settle the shape.
 
-    `free_flags` are those that a resumed run may change.
+    `free_flags` are those that a resumed run may change; `given` is the drafter's shape where
+    something says it, and the flag that names it.
     """
     if args.global_batch % (world.size * args.micro_batch):
         raise run.UsageError(
             f"--global-batch {args.global_batch}: must be a multiple of {world.size} ranks x "
             f"--micro-batch {args.micro_batch}"
         )
-    given = given_config(args)
     args.layers = settle_layers(args, given)
     dataset = open_dataset(args, log, stop)
     config = drafter_config(args, given, mask_token_id=dataset.plan.settings["mask_token_id"])

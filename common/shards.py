@@ -230,11 +230,20 @@ class Shard:
         """Which tokens of a row the target generated, (T,) bool."""
         return self._values("loss_mask", row).to_numpy(zero_copy_only=False)
 
+    def source(self, row: int) -> str | None:
+        """A row's own source or category; None where it has none."""
+        values, local = self._column("source", row)
+        return values[local].as_py()
+
     def _values(self, column: str, row: int) -> pa.Array:
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        lists, local = self._batches[number][column], row - int(self._starts[number])
+        lists, local = self._column(column, row)
         start, end = lists.offsets[local].as_py(), lists.offsets[local + 1].as_py()
         return lists.values[start:end]
+
+    def _column(self, column: str, row: int) -> tuple[pa.Array, int]:
+        """The column of the batch that holds a row, and the row's place in it."""
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._batches[number][column], row - int(self._starts[number])
 
 
 def _first_pairs(masks: pa.ListArray) -> np.ndarray:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from common.chat import THINK_END, THINK_START
 from common.run import UsageError, UserError
 
 EMBEDDING_NAMES = (
@@ -24,6 +27,7 @@ EMBEDDING_NAMES = (
 )
 HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
 FINGERPRINT_BYTES = 4096  # of each tensor
+OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.")  # of checkpoints that can also see
 HUB_ID = r"[\w.-]+(/[\w.-]+)?"
 GIT_LFS = b"version https://git-lfs"
 
@@ -189,6 +193,30 @@ def read_embedding_and_head(
         return embedding, embedding
     head = read(head_name)
     return embedding, embedding if tied and torch.equal(head, embedding) else head
+
+
+def think_tokens(path: str) -> tuple[int, int] | None:
+    """The ids of <think> and </think> in a target's tokenizer.json; None without such tokens."""
+    file = _local_folder(path) / "tokenizer.json"
+    if not file.exists():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+    opening, closing = (tokenizer.token_to_id(token) for token in (THINK_START, THINK_END))
+    return None if opening is None or closing is None else (opening, closing)
+
+
+def count_parameters(path: str) -> int | None:
+    """Weights of the text model without embedding and head; None without safetensors files."""
+    folder = _local_folder(path)
+    if not any(folder.glob("*.safetensors*")):
+        return None
+    total, files = 0, _tensor_files(folder)
+    for file in sorted(set(files.values())):
+        with _open_weights(file) as weights:
+            for name in weights.keys():  # noqa: SIM118, a file is no dict
+                if name not in (*EMBEDDING_NAMES, *HEAD_NAMES) and not OTHER_PARTS.search(name):
+                    total += math.prod(weights.get_slice(name).get_shape())
+    return total
 
 
 def _local_folder(path: str) -> Path:

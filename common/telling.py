@@ -149,6 +149,7 @@ def print_summary(training: Training, *, finished: bool, wall_s: float) -> None:
             ("steps", f"{state.step:,}"),
             ("steps skipped", f"{state.guards.skipped.total:,}"),
             *held_out_rows(args.output),
+            *([("controls", training.evaluation.verdict)] if training.evaluation else []),
             ("bottleneck", bottleneck(training.pace, colocated=training.setup.is_colocated)),
             ("export", args.output / "export" if finished else "at the end of the run"),
             ("curves", args.output / "curves.png"),

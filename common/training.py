@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common import dist, run
-from common.batches import Cursor, held_out_packs
+from common.batches import Cursor, held_out_packs, seen_shards
 from common.checkpoint import Checkpoints
 from common.drafting import StepSums, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
@@ -19,14 +19,15 @@ from common.feed import ReadyStep
 from common.guards import Guards
 from common.journal import Journal
 from common.lifetime import StopRequest
+from common.losses import DEFAULT_GAMMA
 from common.memory import Memory, measure_memory
 from common.outcome import Pace
 from common.schedule import learning_rate
 from common.setup import Setup
 from common.status import Status
+from common.verdict import Evaluation
 
 MAX_GRAD_NORM = 1.0
-DEFAULT_GAMMA = 7.0  # the paper's, for blocks of 16
 SKIPPED_ROWS_FILE = "skipped-rows.json"
 
 
@@ -56,6 +57,7 @@ class Training:
     journal: Journal | None  # on the main rank alone, like the status
     status: Status | None
     pace: Pace = field(default_factory=Pace)
+    evaluation: Evaluation | None = None  # the last one
 
     @property
     def args(self) -> argparse.Namespace:
@@ -171,11 +173,11 @@ def note_skipped(training: Training, ready: ReadyStep, *, skipped: bool) -> None
 def evaluate_now(training: Training) -> None:
     """Evaluate on the first held-out rows of the shards up to the cursor, and write it down."""
     args, setup, state = training.args, training.setup, training.state
-    seen = state.cursor.position + 1 if state.cursor.epoch == 0 else setup.dataset.num_shards
+    seen = seen_shards(state.cursor, setup.dataset.num_shards)
     shards = (
         setup.dataset.wait_for_shard(index, timeout_s=args.shard_timeout) for index in range(seen)
     )
-    packs, rows = held_out_packs(
+    held_out = held_out_packs(
         shards,
         seed=args.seed,
         fraction=args.eval_fraction,
@@ -183,7 +185,7 @@ def evaluate_now(training: Training) -> None:
         pack_length=args.pack_length,
     )
     state.evaluated = state.step
-    if rows == 0:
+    if held_out.rows == 0:
         return
     training.tell(state="evaluating")
     training.drafter.eval()
@@ -192,32 +194,62 @@ def evaluate_now(training: Training) -> None:
         setup.config,
         setup.ends,
         setup.hidden_states,
-        packs=packs,
-        rows=rows,
+        packs=held_out.packs,
         num_anchors=setup.num_anchors,
         gamma=args.gamma or DEFAULT_GAMMA,
+        temperature=args.temperature,
+        sample_controls=True,
+        seed=args.seed,
         attention=args.attention,
         world=setup.world,
     )
     training.drafter.train()
+    training.evaluation = result
     training.tell(state="training", acceptance_length=result.walked_acceptance_length)
     if training.journal is not None:
         training.log.info(
             f"step={state.step} eval_loss={result.loss:.4f} "
             f"acceptance={result.acceptance_length:.3f} "
-            f"walked_acceptance={result.walked_acceptance_length:.3f} rows={result.rows}"
+            f"walked_acceptance={result.walked_acceptance_length:.3f} rows={held_out.rows}"
         )
-        training.journal.write(
-            {
-                "step": state.step,
-                "eval_loss": result.loss,
-                "eval_acceptance_length": result.acceptance_length,
-                "eval_walked_acceptance_length": result.walked_acceptance_length,
-                "eval_slot_accuracy": list(result.slot_accuracy),
-                "eval_rows": result.rows,
-            }
-        )
+        training.journal.write({"step": state.step, **metrics(result), "eval_rows": held_out.rows})
         training.journal.draw_curves()
+        if result.ignores_context:
+            training.log.warning(f"step={state.step} {result.verdict}")
+    if result.ignores_context:
+        training.tell(last_error=f"step {state.step}: {result.verdict}")
+
+
+def metrics(result: Evaluation) -> dict[str, Any]:
+    """The figures of an evaluation that metrics.jsonl keeps."""
+    figures: dict[str, Any] = {
+        "eval_loss": result.loss,
+        "eval_acceptance_length": result.acceptance_length,
+        "eval_walked_acceptance_length": result.walked_acceptance_length,
+        "eval_slot_accuracy": [value or 0.0 for value in result.slot_accuracy],
+    }
+    if result.expected_acceptance_length is not None:
+        figures["eval_expected_acceptance_length"] = result.expected_acceptance_length
+    for control in result.controls:
+        figures[f"eval_{control.name}_acceptance_length"] = control.control
+    return figures
+
+
+def refuse_export(training: Training) -> None:
+    """Raise UserError for a drafter that ignores its context, unless --force lets it through.
+
+    A drafter that is too weak to tell is exported with a warning.
+    """
+    result, args = training.evaluation, training.args
+    if result is None:
+        return
+    if result.ignores_context and not args.force:
+        raise run.UserError(
+            f"not exported: {result.verdict}. Labels, mask or taps are wrong, or more data is "
+            "needed;\nthe checkpoint is kept: rerun with --force to export it all the same"
+        )
+    if training.world.is_main and (result.ignores_context or result.is_weak):
+        training.log.warning(f"exported, though {result.verdict}")
 
 
 def save_checkpoint(training: Training, *, finished: bool) -> None:

@@ -42,6 +42,9 @@ class MemoryShard:
     def loss_mask(self, row: int) -> np.ndarray:
         return np.arange(self.lengths[row]) >= self.lengths[row] // 2
 
+    def source(self, row: int) -> str:
+        return f"source {row % 2}"
+
 
 def make_shards(num_shards: int, rows: int) -> list[MemoryShard]:
     generator = np.random.default_rng(7)
@@ -230,15 +233,16 @@ def test_evaluation_takes_the_first_held_out_rows_in_plan_order():
         for row, row_id in enumerate(shard.ids)
         if is_held_out(row_id, seed=0, fraction=0.2)
     ]
-    packs, rows = held_out_packs(shards, seed=0, fraction=0.2, max_rows=9, pack_length=256)
-    found = [int(tokens[0]) for pack in packs for tokens in pack.token_lists]
-    assert rows == 9
-    assert found == [100 * shard + row for shard, row in held_out[:9]]
+    found = held_out_packs(shards, seed=0, fraction=0.2, max_rows=9, pack_length=256)
+    first = [int(tokens[0]) for pack in found.packs for tokens in pack.token_lists]
+    assert found.rows == 9
+    assert first == [100 * shard + row for shard, row in held_out[:9]]
+    assert list(found.sources) == [f"source {row % 2}" for _, row in held_out[:9]]
 
 
 def test_held_out_rows_are_cut_too_and_those_without_an_anchor_left_out():
     lengths = np.array([300, 600, 1, 40])
     shard = MemoryShard(0, list("abcd"), lengths)
-    packs, rows = held_out_packs([shard], seed=0, fraction=1.0, max_rows=9, pack_length=256)
-    assert rows == 2
-    assert [[len(tokens) for tokens in pack.token_lists] for pack in packs] == [[256], [40]]
+    found = held_out_packs([shard], seed=0, fraction=1.0, max_rows=9, pack_length=256)
+    assert found.rows == 2
+    assert [[len(tokens) for tokens in pack.token_lists] for pack in found.packs] == [[256], [40]]

@@ -1,4 +1,4 @@
-"""The tiled loss against plain Python and dense autograd; acceptance by hand."""
+"""The tiled loss against plain Python and dense autograd."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.blocks import Pack, decay_weights, make_blocks
-from common.loss import acceptance_lengths, block_predictions, walked_acceptance, weighted_loss
+from common.loss import weighted_loss
 
 HIDDEN, WORDS, SIZE = 12, 30, 5
 
@@ -155,26 +155,3 @@ def test_bf16_is_as_near_to_float64_as_the_naive_way(sharp, tile_bytes):
         return float((gradient.double() - exact[1]).norm() / exact[1].norm())
 
     assert error(gradient) <= max(1.1 * error(plain[1]), 0.004)  # bf16's own rounding
-
-
-def test_acceptance_counts_leading_right_drafts_and_the_bonus(parts):
-    _, blocks, _, _ = parts
-    right = blocks.labels.clone()
-    # anchors 2, 4, 5, 12, 16, 22: slots after the hole at 6 and past the ends 13, 23 never count
-    assert acceptance_lengths(right, blocks).tolist() == [4, 2, 1, 2, 5, 2, 1]
-    wrong = right.clone()
-    wrong[4 * SIZE + 2] += 1
-    assert acceptance_lengths(wrong, blocks).tolist() == [4, 2, 1, 2, 2, 2, 1]
-
-
-def test_predictions_are_the_heads_argmax(parts):
-    _, _, hidden, head = parts
-    assert torch.equal(block_predictions(hidden, head, chunk_slots=4), (hidden @ head.T).argmax(-1))
-
-
-def test_the_walk_jumps_by_what_was_accepted():
-    anchors = torch.tensor([10, 11, 12, 13, 14, 15, 16])
-    lengths = torch.tensor([3, 8, 8, 1, 2, 8, 5])
-    # 10 +3-> 13 +1-> 14 +2-> 16 +5-> 21, where no draft is judged
-    assert walked_acceptance(lengths, anchors) == (11, 4)
-    assert walked_acceptance(lengths[:0], anchors[:0]) == (0, 0)

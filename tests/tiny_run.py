@@ -22,6 +22,7 @@ FLAGS = (
     "--pack-length", "256", "--global-batch", "4", "--anchor-ratio", "0.2", "--gamma", "4",
     "--learning-rate", "2e-3", "--eval-fraction", "0.1", "--eval-rows", "8",
     "--shard-timeout", "60", "--save-every", "1000", "--log-every", "1",
+    "--force",  # a few steps learn what countings look like, not yet from the hidden states
 )
 # fmt: on
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
