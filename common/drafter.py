@@ -351,7 +351,7 @@ class DrafterLayer(nn.Module):
         context: torch.Tensor,
         tables: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         mask: AttentionMask,
-        cache: "list[torch.Tensor] | None" = None,
+        cache: "LayerCache | None" = None,
     ) -> torch.Tensor:
         """x (1, Q, H), context (1, S, H), tables of the context's and the block's positions.
 
@@ -360,18 +360,35 @@ class DrafterLayer(nn.Module):
         context_table, block_table = tables
         seen = self.self_attn.keys_values(context, context_table)
         if cache is not None:
-            if cache:
-                seen = (torch.cat([cache[0], seen[0]], 2), torch.cat([cache[1], seen[1]], 2))
-            cache[:] = seen
+            seen = cache.extend(*seen)
         x = x + self.self_attn(self.input_layernorm(x), block_table, seen, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LayerCache:
+    """Keys and values of a layer's context, (1, kv heads, S, head_dim) each, None at first.
+
+    No list or tuple: fully_shard hands a layer copies of those, which it would then fill in vain.
+    """
+
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append those of further context; returns all of them."""
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat([self.keys, keys], dim=2)
+            values = torch.cat([self.values, values], dim=2)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 @dataclass
 class ContextCache:
     """Keys and values of the context for each layer, and its length; blocks are never kept."""
 
-    layers: list[list[torch.Tensor]] = field(default_factory=list)
+    layers: list[LayerCache] = field(default_factory=list)
     length: int = 0
 
 
@@ -450,7 +467,7 @@ class Drafter(nn.Module):
         Returns the states (1, B, H).
         """
         if not cache.layers:
-            cache.layers = [[] for _ in self.layers]
+            cache.layers = [LayerCache() for _ in self.layers]
         device, size = new_taps.device, block_embeddings.shape[1]
         length = cache.length + new_taps.shape[1]
         block_positions = torch.arange(length, length + size, device=device)[None]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from common.run import UserError
@@ -213,6 +213,12 @@ class Target:
     def device(self) -> torch.device:
         return self.embedding.device
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a completion, of generation_config.json or else of config.json."""
+        ids = self._model.generation_config.eos_token_id
+        return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
+
     def fast_kernels(self) -> dict[str, bool]:
         """Whether linear attention runs in these packages' kernels; empty for a model without any.
 
@@ -295,11 +301,43 @@ class Target:
             for row, (start, length) in enumerate(places):
                 last[start : start + length] = output.last_hidden_state[row, :length]
 
+    def new_cache(self) -> DynamicCache:
+        """What `extend` adds to, empty."""
+        return DynamicCache(config=self._decoder.config)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        input_ids: torch.Tensor,
+        cache: DynamicCache,
+        *,
+        num_logits: int,
+        hidden: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run (T,) ids that follow those in `cache`, which takes them in; for decoding.
+
+        Returns the model's own logits (num_logits, V) of the last ids. `hidden` (T, L*H), if any,
+        is filled with the taps. Raises ValueError for a target that was loaded without `final`.
+        """
+        if not self.final:
+            raise ValueError("this target was loaded without its last layers: it cannot decode")
+        options = {"cache": cache, "use_cache": True, "logits_to_keep": num_logits}
+        if hidden is None:
+            output = self._model(input_ids=input_ids[None], **options)
+        else:
+            sink = _Sink(hidden, [(0, len(input_ids))], self.hidden_size)
+            output = self._tapped(self._model, sink, input_ids=input_ids[None], **options)
+        return output.logits[0]
+
     def _run(self, input_ids: torch.Tensor, sink: "_Sink", **options: Any) -> Any:
         """One forward of (b, T) ids, its taps into the sink; the decoder's output object."""
+        return self._tapped(self._decoder, sink, input_ids=input_ids, use_cache=False, **options)
+
+    def _tapped(self, module: Any, sink: "_Sink", **inputs: Any) -> Any:
+        """The output of the model or its decoder, the taps into the sink."""
         self._sink = sink
         try:
-            output = self._decoder(input_ids=input_ids, use_cache=False, **options)
+            output = module(**inputs)
         finally:
             self._sink = None
         # A hook that a compiled graph swallowed would leave no states behind, silently.

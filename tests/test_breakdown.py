@@ -73,3 +73,9 @@ def test_rare_sources_are_one_group():
     found = groups_of("source", rows, list(range(count)), [1] * count, [2] * count)
     assert len(found) == MAX_SOURCES and found["s49"].rows == 2
     assert found["(others)"].rows == count - 2 - (MAX_SOURCES - 2)
+
+
+def test_positions_count_generated_tokens_alone():
+    rows = [make_row(range(40), prompt=20)]
+    found = groups_of("position", rows, [0, 0, 0], [20, 35, 36], [1, 1, 1])
+    assert {label: group.anchors for label, group in found.items()} == {"0-15": 2, "16-63": 1}

@@ -119,3 +119,7 @@ def test_the_drafter_learns_and_owes_it_to_the_hidden_states(
     _, control = last_walked_acceptance(tmp_path / "noise")
     assert after >= 3 * before, (before, after)
     assert control < after / 2, (control, after)
+    last = [entry for entry in read_metrics(tmp_path / "real") if "eval_loss" in entry][-1]
+    for name in ("zeroed", "shifted"):  # far from the share at which an export is refused
+        kept = last[f"eval_{name}_acceptance_length"] - 1
+        assert kept < 0.3 * (last["eval_acceptance_length"] - 1), (name, last)

@@ -7,7 +7,7 @@ changes nothing that a test could see.
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from common.drafter import DrafterConfig
@@ -23,7 +23,8 @@ def tiny_target(
     seed: int = 0,
     tied: bool = False,
 ) -> Path:
-    """Save a random target of `kind` ("qwen3" or the hybrid "qwen3_5") in `folder`."""
+    """Save a random target in `folder`: "llama", "qwen3", the hybrid "qwen3_5", or
+    "qwen3_sliding", whose layers but the last see 16 tokens."""
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=vocab_size,
@@ -41,6 +42,12 @@ def tiny_target(
     )
     if kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    elif kind == "qwen3_sliding":
+        types = ["sliding_attention"] * (num_layers - 1) + ["full_attention"]
+        sliding = dict(use_sliding_window=True, sliding_window=16, layer_types=types)
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, **sliding))
+    elif kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
     else:
         model = Qwen3_5ForCausalLM(
             Qwen3_5TextConfig(
