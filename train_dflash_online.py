@@ -289,7 +289,7 @@ def add_instead_arguments(parser: argparse.ArgumentParser) -> None:
         help="judge a checkpoint, or --init-from, on held-out rows: report.html in --output",
     )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="one step: the memory and the time")
-    group.add_argument("--status", metavar="RUN", type=Path, help="where a run stands, and exit")
+    group.add_argument("--status", metavar="RUN", help="where a run stands, and exit")
     group.add_argument(
         "--verify-export", metavar="DIR", type=Path, help="whether engines load a drafter, and exit"
     )
@@ -299,7 +299,7 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones that say auto."""
     if args.status is not None or args.verify_export is not None:
         return args
-    missing = [f"--{name}" for name in NEEDED if getattr(args, name) is None]
+    missing = [f"--{name}" for name in NEEDED if not getattr(args, name)]
     if missing:
         raise run.UsageError(f"the following arguments are required: {', '.join(missing)}")
     if "://" in args.output:
@@ -307,8 +307,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
             f"--output {args.output}: must be a local folder; --checkpoint-uri copies its "
             "checkpoints there"
         )
-    if args.sse and not (args.checkpoint_uri or "").startswith("s3://"):
-        raise run.UsageError(f"--sse {args.sse}: only with --checkpoint-uri s3://...")
+    if (args.sse or args.sse_kms_key) and not (args.checkpoint_uri or "").startswith("s3://"):
+        raise run.UsageError("--sse, --sse-kms-key: only with --checkpoint-uri s3://...")
     if args.checkpoint is not None and (not args.eval_only or args.init_from is not None):
         raise run.UsageError("--checkpoint: only with --eval-only, and not beside --init-from")
     if args.eval_only and args.eval_rows == 0:
@@ -458,12 +458,15 @@ def open_feed(training: Training) -> StepFeed:
 # ---- start and end
 
 
-def find_resume(args: argparse.Namespace, checkpoints: checkpoint.Checkpoints) -> Path | None:
+def find_resume(
+    args: argparse.Namespace, checkpoints: checkpoint.Checkpoints, world: dist.World
+) -> Path | None:
     """The checkpoint to go on from, by --resume; None to start afresh."""
     if args.resume == "auto":
         return checkpoints.newest()
     if args.resume != "never":
         refuse_later(args, checkpoints)
+        checkpoint.check_files(Path(args.resume), world, "--resume")
         return Path(args.resume)
     if where := checkpoints.occupied():
         raise run.UserError(
@@ -565,7 +568,7 @@ def previous_settings(output: Path, old: Mapping[str, Any] | None) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.status is not None:
-        print_status(args.status)
+        print_status(args.status, endpoint_url=args.endpoint_url)
         return 0
     if args.verify_export is not None:
         return print_checks(args.verify_export, verify(args.verify_export))
@@ -648,7 +651,7 @@ def run_training(
     """Prepare, resume, train, export, tell. What has to be closed at the end goes on `closing`."""
     if world.is_main:
         run.print_settings(log, vars(args))
-    resumed = find_resume(args, checkpoints)
+    resumed = find_resume(args, checkpoints, world)
     old = checkpoint.read_state(resumed) if resumed is not None else None
     setup = prepare(
         args, world, log, stop, closing, free_flags=FREE_FLAGS, given=given_config(args)
@@ -669,6 +672,7 @@ def run_training(
         log.info(f"nothing to do: {resumed} is the end of this run")
         if status is not None:
             status.update(state="finished", step=old["step"], horizon=old["horizon"])
+        checkpoints.finish_mirror()
         return 0
     drafter, optimizer = build_drafter(setup.config, args, world)
     state = restore(setup, drafter, optimizer, resumed, old)
@@ -705,6 +709,8 @@ def run_training(
         write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})
         print_summary(training, finished=finished, wall_s=time.monotonic() - began)
     training.tell(state="finished" if finished else "stopped")
+    if finished:
+        checkpoints.finish_mirror()
     return 0 if finished else stop.exit_code
 
 

@@ -88,8 +88,14 @@ class Checkpoints:
                 found = self._mirror.download_newest()  # as its record says
             except UserError as error:
                 failure = error
+        unsound = self._world.is_main and found is None and whole_steps(self._folder)
+        if failure is None and unsound:
+            failure = UserError(
+                f"{self._folder}: none of its checkpoints is as it was written; move them away to "
+                "start afresh"
+            )
         if not self._world.agree(failure is None):
-            raise failure or UserError("the main rank could not read the mirrored checkpoints")
+            raise failure or UserError("the main rank found no checkpoint that is sound")
         self._world.barrier()
         heard = [found]
         if self._group is not None:
@@ -102,7 +108,7 @@ class Checkpoints:
             odd = damaged_file(path)
             if odd is None:
                 return path
-            self._log.warning(f"{path}: {odd} is not as it was written; taking the one before")
+            self._log.warning(f"{path}: {odd} is not as it was written; it is passed over")
         return None
 
     def occupied(self) -> str | None:
@@ -158,6 +164,18 @@ class Checkpoints:
         if failure is not None:
             raise UserError(
                 f"the last checkpoint was not saved: {failure}. Rerun to go on from the one before"
+            )
+
+    def finish_mirror(self) -> None:
+        """Bring the mirror, if there is one, up to the folder. Raises UserError when it cannot."""
+        if self._mirror is None:
+            return
+        self._mirror.update()
+        failure = self._mirror.wait()
+        if failure is not None:
+            raise UserError(
+                f"--checkpoint-uri {self._mirror.uri}: its last checkpoints are missing "
+                f"({failure}). All else is done; rerun to copy them"
             )
 
     def close(self) -> None:
@@ -309,6 +327,13 @@ def read_state(path: Path, flag: str = "--resume") -> dict[str, Any]:
             f"{path}: checkpoint version {state.get('version')}, this trainer reads {STATE_VERSION}"
         )
     return state
+
+
+def check_files(path: Path, world: World, flag: str) -> None:
+    """Raise UserError on all ranks when a checkpoint's files are not as they were written."""
+    odd = damaged_file(path) if world.is_main else None  # one rank alone reads the gigabytes
+    if world.sum([float(odd is not None)])[0]:
+        raise UserError(f"{flag} {path}: {odd or 'a file'} is not as it was written; take another")
 
 
 def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -24,7 +24,7 @@ from common.lifetime import StopRequest
 from common.losses import DEFAULT_GAMMA
 from common.setup import Setup, build_drafter, given_config, prepare
 from common.shards import Shard
-from common.stepfolders import damaged_file, find_newest
+from common.stepfolders import find_newest
 from common.target_files import count_parameters, think_tokens
 from common.verdict import Drafts, Evaluation
 
@@ -99,7 +99,8 @@ def evaluate_only(
     subject = Subject.find(args)
     if world.is_main:
         run.print_settings(log, vars(args))
-    check_files(subject, world)
+    if subject.state is not None:
+        checkpoint.check_files(subject.path, world, "--checkpoint")
     args.global_batch = world.size * args.micro_batch  # nothing is trained
     setup = prepare(
         args, world, log, stop, closing, free_flags=free_flags, given=subject.config(args)
@@ -134,17 +135,6 @@ def evaluate_only(
         print_figures(report, args.output / HTML_FILE)
     world.barrier()
     return 0
-
-
-def check_files(subject: Subject, world: World) -> None:
-    """Raise UserError on all ranks when a checkpoint's files are not as they were written."""
-    odd = None
-    if world.is_main and subject.state is not None:  # the main rank alone reads the gigabytes
-        odd = damaged_file(subject.path)
-    if world.sum([float(odd is not None)])[0]:
-        raise run.UserError(
-            f"--checkpoint {subject.path}: {odd or 'a file'} is not as it was written; take another"
-        )
 
 
 def held_out_rows(setup: Setup, subject: Subject) -> HeldOut:

@@ -10,6 +10,7 @@ differ between equal runs.
 """
 
 import contextlib
+import hashlib
 import importlib
 import json
 import logging
@@ -73,7 +74,8 @@ class Journal:
             for key, value in scalars.items():
                 self._board.add_scalar(key, value, entry["step"])
         if self._reporter is not None:
-            self._reporter.log(scalars, step=entry["step"])
+            with self._forgiving():
+                self._reporter.log(scalars, step=entry["step"])
 
     def draw_curves(self) -> None:
         """Write curves.png anew from all metrics so far."""
@@ -84,10 +86,11 @@ class Journal:
     def _forgiving(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:  # a reporter may raise anything
             if not self._warned:
+                reason = getattr(error, "strerror", None) or repr(error)
                 logging.getLogger(__name__).warning(
-                    f"{self._folder}: cannot write metrics and curves there ({error.strerror})"
+                    f"{self._folder}: cannot write metrics and curves, or report them ({reason})"
                 )
             self._warned = True
 
@@ -96,13 +99,15 @@ class Journal:
             with self._forgiving():
                 part.close()
         if self._reporter is not None:
-            self._reporter.finish()
+            with self._forgiving():
+                self._reporter.finish()
 
 
 def open_reporter(name: str, folder: Path, settings: Mapping[str, Any]) -> Any:
     """wandb or trackio, which take the same calls; None for "none".
 
-    A resumed run goes on under its name. Raises UserError when the package is not installed.
+    A resumed run goes on under its name. Raises UserError when the package is missing, or does not
+    start.
     """
     if name == "none":
         return None
@@ -110,8 +115,15 @@ def open_reporter(name: str, folder: Path, settings: Mapping[str, Any]) -> Any:
         package = importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"--report-to {name}: pip install {name} first ({error})") from error
-    own = {"id": folder.name, "dir": str(folder)} if name == "wandb" else {}
-    package.init(project="dflash", name=folder.name, config=dict(settings), resume="allow", **own)
+    own = {}
+    if name == "wandb":  # an id that no other folder of this name has
+        place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+        own = {"id": f"{folder.name}-{place}", "dir": str(folder)}
+    settings = dict(settings)
+    try:
+        package.init(project="dflash", name=folder.name, config=settings, resume="allow", **own)
+    except Exception as error:  # no login, no network, a service that is down
+        raise UserError(f"--report-to {name}: {error}") from error
     return package
 
 

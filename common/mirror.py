@@ -8,6 +8,7 @@ A checkpoint exists here when its record does: it is deleted first, and put last
 follows the same rule as in the run folder. One run uses a uri at a time.
 """
 
+import contextlib
 import json
 import shutil
 import threading
@@ -44,7 +45,7 @@ class Mirror:
         self.uri, self._store, self._folder, self._log = store.uri, store, folder, log
         self._keep, self._keep_every = keep, keep_every
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mirror")
-        self._update: Future[None] | None = None
+        self._update: Future[str | None] | None = None  # of what went wrong
         self._lock = threading.Lock()
         self._held: Path | None = None  # being uploaded, not to be removed meanwhile
         self._unwanted = False  # whether the held one is to be removed afterwards
@@ -53,10 +54,9 @@ class Mirror:
         """Upload what is missing, in the background; what fails is tried again next time."""
         self._update = self._pool.submit(self._upload_missing)
 
-    def wait(self) -> None:
-        """Wait for the updates so far."""
-        if self._update is not None:
-            self._update.result()
+    def wait(self) -> str | None:
+        """Wait for the updates so far; what went wrong with the last one, if anything."""
+        return None if self._update is None else self._update.result()
 
     def remove(self, path: Path) -> None:
         """Delete a checkpoint of the folder; one that is being uploaded goes afterwards."""
@@ -71,11 +71,13 @@ class Mirror:
         return _committed(self._keys())
 
     def newest_state(self) -> dict[str, Any] | None:
-        """The trainer.json of the newest checkpoint in the store; None when it holds none."""
-        steps = self.steps()
-        if not steps:
-            return None
-        return json.loads(self._store.read(f"{step_name(steps[-1])}/{STATE_FILE}"))
+        """The trainer.json of the newest checkpoint in the store that has a readable one."""
+        for step in reversed(self.steps()):
+            with contextlib.suppress(ObjectMissing, ValueError):
+                state = json.loads(self._store.read(f"{step_name(step)}/{STATE_FILE}"))
+                if isinstance(state, dict):
+                    return state
+        return None
 
     def download_newest(self) -> Path | None:
         """Copy the newest checkpoint into the folder; None when the store holds none.
@@ -122,18 +124,19 @@ class Mirror:
         key = f"{step_name(step)}.json"
         try:
             record = json.loads(self._store.read(key))
-        except (ObjectMissing, ValueError) as error:
-            raise _Damaged(f"{self.uri}: {key} cannot be read ({error})") from error
-        if record.get("version") != RECORD_VERSION:
+            version = record["version"]
+            _ = [file["name"] for file in record["files"]]
+        except (ObjectMissing, ValueError, KeyError, TypeError) as error:
+            raise _Damaged(f"{self.uri}: {key} cannot be read ({error!r})") from error
+        if version != RECORD_VERSION:
             raise UserError(
-                f"{self.uri}: {key} has version {record.get('version')}, this trainer "
-                f"reads {RECORD_VERSION}"
+                f"{self.uri}: {key} has version {version}, this trainer reads {RECORD_VERSION}"
             )
         return record
 
     # ---- into the store
 
-    def _upload_missing(self) -> None:
+    def _upload_missing(self) -> str | None:
         try:
             while (found := self._hold_next_missing()) is not None:
                 try:
@@ -146,6 +149,8 @@ class Mirror:
                 f"--checkpoint-uri {self.uri}: not up to date ({error}); trying again after the "
                 "next checkpoint"
             )
+            return str(error)
+        return None
 
     def _hold_next_missing(self) -> tuple[int, Path] | None:
         """The newest checkpoint of the folder that belongs into the store and is not there."""

@@ -16,10 +16,17 @@ class Pace:
 
     step_s: float = 0.0
     data_wait_s: float = 0.0
+    steps: int = 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
+        self.steps += 1
         self.step_s += entry["step_s"]
         self.data_wait_s += entry["data_wait_s"]
+
+    @property
+    def mean_s(self) -> float:
+        """Of a step; 0 before the first."""
+        return self.step_s / max(1, self.steps)
 
     @property
     def idle(self) -> float:

@@ -125,7 +125,10 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser that shows the header docstring, refuses abbreviated flags and has --debug."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=HelpFormatter, allow_abbrev=False
+        description=description,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s [flags]; --help lists them",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks and debug lines")
     return parser

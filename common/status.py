@@ -1,11 +1,12 @@
 """status.json: where a run stands, for another shell, another machine, or a person at 3 a.m."""
 
+import contextlib
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from common.run import (
     utc_now,
     write_atomic,
 )
-from common.store import Store
+from common.store import ObjectMissing, Store, open_store
 
 STATUS_FILE = "status.json"
 WRITE_EVERY_S = 3.0
@@ -38,9 +39,9 @@ class Status:
             "host": platform.node(), "last_error": None, "pid": os.getpid(), "started": utc_now(),
         }  # fmt: skip
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._mirrored = -MIRROR_EVERY_S
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-        self._thread.start()
+        self._threads = [self._start(self._write, every_s=WRITE_EVERY_S)]
+        if mirror is not None:  # a store that does not answer holds the local file up no longer
+            self._threads.append(self._start(self._copy, every_s=MIRROR_EVERY_S))
 
     def update(self, **fields: Any) -> None:
         """Set fields; they are written soon."""
@@ -48,47 +49,56 @@ class Status:
             self._fields.update(fields)
 
     def close(self) -> None:
-        """Write the last state and end the thread."""
+        """Write the last state and end the threads."""
         self._closed.set()
-        self._thread.join(timeout=20.0)
+        for thread in self._threads:
+            thread.join(timeout=20.0)
 
-    def _run(self) -> None:
-        while not self._closed.wait(WRITE_EVERY_S):
-            self._write()
-        self._mirrored = -MIRROR_EVERY_S
-        self._write()
+    def _start(self, work: Callable[[], None], *, every_s: float) -> threading.Thread:
+        def run() -> None:
+            while not self._closed.wait(every_s):
+                work()
+            work()
+
+        thread = threading.Thread(target=run, name="status", daemon=True)
+        thread.start()
+        return thread
+
+    def _bytes(self) -> bytes:
+        with self._lock:
+            return json_bytes({**self._fields, "updated": utc_now()})
 
     def _write(self) -> None:
-        with self._lock:
-            data = json_bytes({**self._fields, "updated": utc_now()})
-        try:
-            write_atomic(self._path, data)
-            if self._mirror is not None and time.monotonic() - self._mirrored >= MIRROR_EVERY_S:
-                self._mirror.write(STATUS_FILE, data)
-                self._mirrored = time.monotonic()
-        except (OSError, UserError):
-            pass
+        with contextlib.suppress(OSError):
+            write_atomic(self._path, self._bytes())
+
+    def _copy(self) -> None:
+        assert self._mirror is not None
+        with contextlib.suppress(UserError):
+            self._mirror.write(STATUS_FILE, self._bytes())
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """The fields of a run folder's status.json. Raises UserError when there is none."""
-    path = folder / STATUS_FILE
+def read_status(where: str, *, endpoint_url: str | None = None) -> dict[str, Any]:
+    """The fields of the status.json in a run folder, or where --checkpoint-uri copies it.
+
+    Raises UserError when there is none.
+    """
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(open_store(where, endpoint_url=endpoint_url).read(STATUS_FILE))
         return {**fields, "updated": datetime.fromisoformat(fields["updated"])}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--status {folder}: no {STATUS_FILE} there: not a run folder?") from error
+    except (ObjectMissing, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"--status {where}: no {STATUS_FILE} there: not a run folder?") from error
 
 
-def print_status(folder: Path) -> None:
-    """Print where a run stands. Raises UserError when the folder holds none."""
-    fields = read_status(folder)
+def print_status(where: str, *, endpoint_url: str | None = None) -> None:
+    """Print where a run stands. Raises UserError when there is no status to read."""
+    fields = read_status(where, endpoint_url=endpoint_url)
     age = max(0.0, time.time() - fields["updated"].timestamp())
     state = str(fields.get("state"))
     if age > STALE_S and state not in ("finished", "failed", "stopped"):
         state = f"dead? ({state} was its last word)"
     print_table(
-        f"Run {folder}",
+        f"Run {where}",
         [
             ("state", state),
             (

@@ -51,7 +51,7 @@ class StepProgress:
             horizon=state.horizon,
             loss=entry["loss"],
             tokens_per_s=run.format_count(entry["tokens_per_s"]),
-            eta_s=max(0, state.horizon - state.step) * entry["step_s"],
+            eta_s=max(0, state.horizon - state.step) * (training.pace.mean_s or entry["step_s"]),
             bottleneck=bottleneck(training.pace, colocated=training.setup.is_colocated),
             skipped_steps=entry["skipped_steps"] or None,
         )
@@ -115,7 +115,9 @@ def print_dry_run(training: Training, feed: StepFeed) -> None:
     """One step on the first batch, which changes nothing: the memory and the time it takes."""
     ready = feed.next(lambda: training.stop.signum is not None)
     if not training.world.agree(ready is not None):
-        raise Stopped
+        if training.stop.signum is not None:
+            raise Stopped
+        raise run.UserError("--dry-run: no step is left to take: the data is at its end")
     assert ready is not None
     memory = dry_step(training, ready)  # compiles and fills caches
     began = time.monotonic()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common import dist, run
-from common.batches import Cursor, held_out_packs, seen_shards
+from common.batches import Cursor, HeldOut, held_out_packs, seen_shards
 from common.checkpoint import Checkpoints
 from common.drafting import StepSums, accumulate_gradients, micro_batches
 from common.evaluate import evaluate
@@ -177,13 +177,19 @@ def evaluate_now(training: Training) -> None:
     shards = (
         setup.dataset.wait_for_shard(index, timeout_s=args.shard_timeout) for index in range(seen)
     )
-    held_out = held_out_packs(
-        shards,
-        seed=args.seed,
-        fraction=args.eval_fraction,
-        max_rows=args.eval_rows,
-        pack_length=args.pack_length,
-    )
+    held_out, failure = HeldOut(), None
+    try:
+        held_out = held_out_packs(
+            shards,
+            seed=args.seed,
+            fraction=args.eval_fraction,
+            max_rows=args.eval_rows,
+            pack_length=args.pack_length,
+        )
+    except run.UserError as error:  # on this rank alone, maybe
+        failure = error
+    if training.world.sum([float(failure is not None)])[0]:
+        raise failure or run.UserError("another rank could not read the held-out rows")
     state.evaluated = state.step
     if held_out.rows == 0:
         return

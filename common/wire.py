@@ -215,9 +215,9 @@ def read_secret(path: Path | None) -> bytes | None:
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(f"token or certificate {path}: {error.strerror}") from error
     if not secret:
-        raise UserError(f"{path}: is empty")
+        raise UserError(f"token or certificate {path}: is empty")
     return secret
 
 

@@ -240,6 +240,13 @@ def test_what_does_not_match_its_record_is_not_taken(world, tmp_path, bucket, ca
     assert [path.name for path in newest.parent.iterdir()] == ["step-00000001"]
     assert_loads_as(newest, world, states[1])
     assert "step-00000003/__0_0.distcp is not what its record says" in caplog.text
+    store.write("step-00000003.json", b"[]")  # no record at all
+    store.write("step-00000003/trainer.json", b"{")
+    assert new.checkpoints.mirrored_state() is not None
+    with caplog.at_level("WARNING"):
+        third = Training(world, tmp_path / "d", mirror=open_mirror(bucket, tmp_path / "d"))
+        assert third.checkpoints.newest() == tmp_path / "d/step-00000001"
+    assert "step-00000003.json cannot be read" in caplog.text
     store.delete("step-00000001/trainer.json")
     with pytest.raises(UserError, match=r"nor is any other whole"):
         Training(
@@ -266,8 +273,13 @@ def test_a_mirror_that_fails_is_a_warning_and_caught_up_with(world, tmp_path, mo
     save_steps(training, 1)
     save_steps(training, 2)
     assert caplog.text.count("not up to date") == 2 and bucket[5:] in caplog.text
+    with pytest.raises(UserError, match="its last checkpoints are missing .*rerun to copy them"):
+        training.checkpoints.finish_mirror()
     moto.make_bucket(uri[5:])
     save_steps(training, 3)
+    assert mirrored(uri) == names(1, 2, 3)
+    open_store(uri).delete("step-00000002.json")
+    training.checkpoints.finish_mirror()
     assert mirrored(uri) == names(1, 2, 3)
 
 

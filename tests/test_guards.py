@@ -98,7 +98,7 @@ def test_steps_without_a_number_are_skipped_and_ten_end_the_run(parts, tmp_path)
     assert len(finite) >= 1 and losses == [*finite, *[None] * (len(losses) - len(finite))]
     rows = json.loads((output / "skipped-rows.json").read_bytes())
     assert rows["step"] == len(finite) + 10 and rows["row_ids"][0][0].startswith("row-")
-    status = read_status(output)
+    status = read_status(str(output))
     assert status["state"] == "failed" and "steps in a row" in status["last_error"]
     shown = subprocess.run(
         [sys.executable, TRAINER, "--status", str(output)], capture_output=True, text=True
@@ -193,6 +193,30 @@ def test_a_full_disk_is_a_warning_and_what_it_refused_is_written_later(
     assert not list(tmp_path.glob(".*png*"))
 
 
+class FailingReporter:
+    """A package as wandb is one, whose service is down after the start."""
+
+    @staticmethod
+    def init(**given):
+        pass
+
+    @staticmethod
+    def log(scalars, *, step):
+        raise ConnectionError("no route")
+
+    finish = staticmethod(dict)
+
+
+def test_a_reporter_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", FailingReporter)
+    journal = Journal(tmp_path, resume_step=0, report_to="trackio", settings={})
+    for step in (1, 2):
+        journal.write({"step": step, "loss": 2.0})
+    journal.close()
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
+    assert sum("no route" in line for line in caplog.messages) == 1
+
+
 def test_the_status_is_rewritten_and_mirrored(tmp_path, capsys):
     mirror = open_store(str(tmp_path / "mirror"))
     status = Status(tmp_path, mirror=mirror)
@@ -201,16 +225,17 @@ def test_the_status_is_rewritten_and_mirrored(tmp_path, capsys):
     while not (tmp_path / "status.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert read_status(tmp_path)["step"] == 7
+    assert read_status(str(tmp_path))["step"] == 7
     status.update(step=8)
     status.close()
-    assert read_status(tmp_path)["step"] == 8
+    assert read_status(str(tmp_path))["step"] == 8
+    assert read_status(str(tmp_path / "mirror"))["step"] == 8
     assert json.loads((tmp_path / "mirror/status.json").read_bytes())["step"] == 8
-    print_status(tmp_path)
+    print_status(str(tmp_path))
     assert "1m30s" in capsys.readouterr().out
     fields = json.loads((tmp_path / "status.json").read_bytes())
     (tmp_path / "status.json").write_text(json.dumps({**fields, "updated": "2026-01-02T03:04:05Z"}))
-    print_status(tmp_path)
+    print_status(str(tmp_path))
     assert "dead?" in capsys.readouterr().out
     with pytest.raises(UserError, match="not a run folder"):
-        read_status(tmp_path / "mirror/void")
+        read_status(str(tmp_path / "mirror/void"))

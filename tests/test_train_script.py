@@ -188,9 +188,16 @@ def test_a_damaged_checkpoint_is_passed_over(parts, calm_run, tmp_path):
     weights.write_bytes(data)
     resumed = train(parts[1], parts[2], run, "--max-steps", "6", "--save-every", "2")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"{weights.name} is not as it was written; taking the one before" in resumed.stderr
+    assert f"{weights.name} is not as it was written; it is passed over" in resumed.stderr
     assert "starting step=4" in resumed.stderr
     assert_same_run(run, calm_run[0], tmp_path)
+    command = training_command(parts[1], parts[2], run, "--max-steps", "6")
+    for weights in (run / "checkpoints").glob("step-*/*.distcp"):
+        weights.write_bytes(data)
+    newest = str(run / "checkpoints/step-00000006")
+    for flags, message in (((), "none of its"), (("--resume", newest), "distcp is not as it was")):
+        with pytest.raises(UserError, match=message):
+            train_dflash_online.main([*command, *flags])
 
 
 def test_a_run_may_be_made_longer_but_not_go_back_among_its_checkpoints(parts, calm_run, tmp_path):
@@ -476,6 +483,7 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
         (data, tmp_path / "void", (), 1, "--target"),
         (none, target, (), 1, "--mask-token"),
         (data, target, ("--eval-fraction", "1"), 1, "--eval-fraction"),
+        (data, target, ("--eval-fraction", "1", "--dry-run"), 1, "--dry-run"),
         (tmp_path / "void", target, ("--shard-timeout", "0.1"), 1, "plan.json"),
         (data, target, ("--hidden-states", dead, "--server-timeout", "1"), 1, dead),
         ("s3://x/y", target, ("--endpoint-url", f"http://{dead}"), 1, "--endpoint-url"),
@@ -491,6 +499,8 @@ def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
         text = str(error) if isinstance(error, UserError) else capsys.readouterr().err
         assert found == code, (flags, text)
         assert message in text.splitlines()[-1] and len(str(error).splitlines()) <= 2, (flags, text)
+    wrong = train(data, target, tmp_path / "run", "--pack-length", "300")
+    assert wrong.returncode == 2 and len(wrong.stderr.splitlines()) <= 2, wrong.stderr
     result = train(tmp_path / "void", target, tmp_path / "run", "--shard-timeout", "0.1")
     assert result.returncode == 1
     assert "plan.json did not appear" in result.stderr.splitlines()[-1]
