@@ -579,6 +579,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with dist.start(args.device) as world:
         make_folder(args.output)
         refuse_files(args.output, RUN_FOLDERS)
+        if not world.shares(args.output):
+            raise run.UserError(
+                f"--output {args.output}: must be one folder that the machines of all ranks share"
+            )
         log = run.setup_logging(
             "train" if world.is_main else f"train[{world.rank}]",
             debug=args.debug,

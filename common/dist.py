@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -59,6 +60,17 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.sum([0.0])
+
+    def shares(self, folder: Path) -> bool:
+        """Whether every rank, on whatever machine, sees what the main rank writes in `folder`."""
+        mark = folder / f".seen-by-all-{int(self.sum([time.time_ns() % 1e12 * self.is_main])[0])}"
+        if self.is_main:
+            mark.touch()
+        self.barrier()
+        missed = self.sum([float(not mark.exists())])[0]
+        if self.is_main:
+            mark.unlink()
+        return missed == 0
 
     def new_cpu_group(self) -> dist.ProcessGroup | None:
         """A process group for one background thread; None in a world of one."""

@@ -267,15 +267,32 @@ def test_the_only_server_may_be_killed_and_come_back(parts, calm_run, tmp_path):
     assert_same_run(tmp_path / "run", calm_run[0], tmp_path)
 
 
-@pytest.mark.parametrize("split", ["1 rank x 4 packs", "2 ranks x 2 packs"])
+def train_on_two_nodes(commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Two launchers that meet as those of two machines would: exit codes and stderr."""
+    rendezvous = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [*(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+             *("--rdzv-backend=c10d", "--rdzv-id=two-nodes", rendezvous, TRAINER), *command],
+            env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+    said = [node.communicate(timeout=240)[1] for node in nodes]
+    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+
+@pytest.mark.parametrize("split", ["1 rank x 4 packs", "2 nodes x 2 packs"])
 def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run, tmp_path, split):
     _, data, target = parts
-    ranks = 0 if split.startswith("1") else 2
-    result = train(
-        data, target, tmp_path / "run", "--max-steps", "6", "--micro-batch", split.split()[3],
-        ranks=ranks,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    flags = ("--max-steps", "6", "--micro-batch", split.split()[3])
+    if split.startswith("1"):
+        result = train(data, target, tmp_path / "run", *flags)
+        assert result.returncode == 0, result.stderr
+    else:
+        command = training_command(data, target, tmp_path / "run", *flags)
+        for code, said in train_on_two_nodes([command, command]):
+            assert code == 0, said
     for one, other in zip(comparable(calm_run[0]), comparable(tmp_path / "run"), strict=True):
         for key, value in one.items():
             assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, one["step"])
@@ -283,6 +300,14 @@ def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run,
     want = [entry for entry in comparable(calm_run[0]) if "loss" in entry][0]
     assert first["loss"] == pytest.approx(want["loss"], rel=1e-6)
     assert first["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_nodes_that_share_no_run_folder_are_refused(parts, tmp_path):
+    _, data, target = parts
+    apart = [training_command(data, target, tmp_path / name) for name in ("one", "other")]
+    for code, said in train_on_two_nodes(apart):
+        assert code == 1 and "must be one folder that the machines of all ranks share" in said
 
 
 def test_gradients_are_equal_on_any_split(parts, tmp_path):
