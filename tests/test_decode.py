@@ -207,80 +207,90 @@ def test_an_end_token_ends_the_text_wherever_it_stands_in_a_block(case):
 # ---- sampling
 
 
-CHOICES, SAMPLES = 8, 600
+CHOICES, TEMPERATURE = 8, 0.5
 
 
-@pytest.fixture(scope="module")
-def sampled_case(tmp_path_factory):
-    """A target of eight words, a drafter that disagrees, and (8, 8): p of the next two tokens."""
-    target = load(
-        tmp_path_factory.mktemp("small"), hidden_size=16, vocab_size=CHOICES, num_layers=4
-    )
-    drafter = make_drafter(hidden_size=16, words=CHOICES, mask=CHOICES - 1, size=3, seed=3)
-    prompt = np.array([1, 5, 2, 3], np.int32)
-    rows = [[*prompt, *pair] for pair in itertools.product(range(CHOICES), repeat=2)]
-    with torch.no_grad():
-        logits = target._model(input_ids=torch.tensor(rows)).logits.double()
-    chances = (logits / TEMPERATURE).softmax(-1).view(CHOICES, CHOICES, -1, CHOICES)
-    first, second = chances[0, 0, 3], chances[:, 0, 4]
-    third = chances[:, :, 5]
-    joint = first[:, None, None] * second[:, :, None] * third
-    return target, drafter, prompt, joint
-
-
-TEMPERATURE = 0.15
-
-
-def chi_square_p(target, drafter, prompt, joint, *, samples=SAMPLES):
-    """p-value of the counts of three sampled tokens, rare outcomes taken together."""
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.zeros_like(joint)
-    accepted = 0
-    for _ in range(samples):
-        result = decode(
-            target, drafter, prompt, max_new_tokens=3, eos_token_ids=(), temperature=TEMPERATURE,
-            generator=generator,
-        )  # fmt: skip
-        counts[result.tokens] += 1
-        accepted += sum(result.accepted)
-    expected, counts = joint.flatten() * samples, counts.flatten()
-    often = expected >= 5
+def chi_square_p(counts: torch.Tensor, chances: torch.Tensor) -> float:
+    """p-value of counts of outcomes, those expected less than five times taken together."""
+    expected = chances.double().flatten() * counts.sum()
+    often, counts = expected >= 5, counts.double().flatten()
+    assert int(often.sum()) > 12, "outcomes enough to tell"
     expected = torch.cat([expected[often], expected[~often].sum()[None]])
     counts = torch.cat([counts[often], counts[~often].sum()[None]])
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2)), accepted / samples, len(expected)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def test_sampled_text_has_the_targets_distribution(sampled_case):
-    p_value, accepted, cells = chi_square_p(*sampled_case)
-    assert p_value > 0.01 and 0.15 < accepted < 1.5 and cells > 10
+def counted_pairs(samples: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Counts (8, 8) of the two tokens after an anchor, their chances, and accepted drafts a step.
+
+    The target's logits depend on the last token alone; a step that settles one token is followed
+    by a draw of the target's own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(CHOICES, CHOICES, generator=generator)
+    drafted = table[0] / 2 + torch.randn(2, CHOICES, generator=generator) / 2
+    chances = (table / TEMPERATURE).softmax(-1)
+    counts, accepted = torch.zeros(CHOICES, CHOICES), 0
+    options = {"temperature": TEMPERATURE, "generator": generator}
+    for _ in range(samples):
+        draft = decoding.draw(drafted, **options)
+        seen = torch.cat([draft.tokens.new_zeros(1), draft.tokens])
+        count, token = decoding.verify(draft, table[seen], **options)
+        tokens = [*draft.tokens[:count].tolist(), token]
+        if len(tokens) == 1:
+            tokens.append(int(torch.multinomial(chances[token], 1, generator=generator)))
+        counts[tokens[0], tokens[1]] += 1
+        accepted += count
+    return counts, chances[0][:, None] * chances, accepted / samples
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "always accepted",
-        pytest.param("replaced by a draw from p", marks=pytest.mark.slow),
-        pytest.param("q unknown", marks=pytest.mark.slow),
-    ],
-)
-def test_a_broken_rule_of_rejection_shows(sampled_case, monkeypatch, mistake):
+def test_the_rule_of_rejection_gives_the_targets_distribution():
+    counts, chances, accepted = counted_pairs(6000)
+    assert chi_square_p(counts, chances) > 0.01 and 0.5 < accepted < 1.5
+
+
+@pytest.mark.parametrize("mistake", ["replaced by a draw from p", "always accepted", "q unknown"])
+def test_a_broken_rule_of_rejection_shows(monkeypatch, mistake):
     if mistake == "replaced by a draw from p":
         monkeypatch.setattr(decoding, "residual", lambda wanted, drafted: wanted)
     elif mistake == "always accepted":
         monkeypatch.setattr(decoding, "_leading", len)
     else:
-        honest = decoding.draw
+        honest, uniform = decoding.draw, torch.full((2, CHOICES), 1 / CHOICES)
         monkeypatch.setattr(
             decoding,
             "draw",
-            lambda logits, **options: dataclasses.replace(
-                honest(logits, **options), probabilities=torch.full_like(logits, 1 / CHOICES)
+            lambda *args, **options: dataclasses.replace(
+                honest(*args, **options), probabilities=uniform
             ),
         )
-    p_value, *_ = chi_square_p(*sampled_case, samples=400)
-    assert p_value < 1e-4
+    counts, chances, _ = counted_pairs(6000)
+    assert chi_square_p(counts, chances) < 1e-6
+
+
+def test_sampled_text_has_the_targets_distribution(tmp_path):
+    """The whole loop on a hybrid target of eight words: two tokens after the first."""
+    target = load(tmp_path / "small", hidden_size=16, vocab_size=CHOICES)
+    drafter = make_drafter(hidden_size=16, words=CHOICES, mask=CHOICES - 1, size=3, seed=3)
+    prompt, samples, temperature = [1, 5, 2, 3], 250, 0.4
+    pairs = itertools.product(range(CHOICES), repeat=2)
+    with torch.no_grad():
+        logits = target._model(input_ids=torch.tensor([[*prompt, *pair] for pair in pairs])).logits
+    chances = (logits / temperature).softmax(-1).view(CHOICES, CHOICES, len(prompt) + 2, CHOICES)
+    first, second, third = chances[0, 0, 3], chances[:, 0, 4], chances[:, :, 5]
+    joint = torch.einsum("a,ab,abc->bc", first, second, third)
+    counts, accepted = torch.zeros_like(joint), 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(samples):
+        result = decode(
+            target, drafter, np.array(prompt, np.int32), max_new_tokens=3, eos_token_ids=(),
+            temperature=temperature, generator=generator,
+        )  # fmt: skip
+        counts[result.tokens[1:]] += 1
+        accepted += sum(result.accepted)
+    assert chi_square_p(counts, joint) > 0.01 and 0.4 < accepted / samples < 1.6
 
 
 def test_samples_depend_on_seed_and_row_alone(case):
