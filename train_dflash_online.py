@@ -92,6 +92,7 @@ FREE_FLAGS = frozenset(
         "compile",
         "data",
         "debug",
+        "decode",
         "draft_cost",
         "dry_run",
         "endpoint_url",
@@ -248,6 +249,10 @@ def add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=Path, help="with --eval-only: a step's folder [newest of --output]"
     )
     group.add_argument(
+        "--decode", type=run.non_negative_int, default=0, metavar="N",
+        help="with --eval-only: decode so many rows for real, greedy and at --temperature",
+    )  # fmt: skip
+    group.add_argument(
         "--draft-cost", type=run.non_negative_float,
         help="with --eval-only: of a block, in steps of the target [by parameters]",
     )  # fmt: skip
@@ -311,6 +316,8 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError("--sse, --sse-kms-key: only with --checkpoint-uri s3://...")
     if args.checkpoint is not None and (not args.eval_only or args.init_from is not None):
         raise run.UsageError("--checkpoint: only with --eval-only, and not beside --init-from")
+    if args.decode and not args.eval_only:
+        raise run.UsageError("--decode: only with --eval-only")
     if args.eval_only and args.eval_rows == 0:
         raise run.UsageError("--eval-rows 0: --eval-only needs rows")
     args.output = Path(args.output)

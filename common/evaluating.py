@@ -22,6 +22,7 @@ from common.evaluate import evaluate
 from common.evaluation_report import HTML_FILE, write_report
 from common.lifetime import StopRequest
 from common.losses import DEFAULT_GAMMA
+from common.real_decoding import real_figures
 from common.setup import Setup, build_drafter, given_config, prepare
 from common.shards import Shard
 from common.stepfolders import find_newest
@@ -126,9 +127,17 @@ def evaluate_only(
         attention=args.attention,
         world=world,
     )
+    real = None
+    if args.decode:
+        if world.is_main:
+            log.info(f"decoding rows={min(args.decode, held_out.rows)}")
+        real = real_figures(setup, drafter, held_out, result.drafts)
     if world.is_main:
         parameters = sum(parameter.numel() for parameter in drafter.parameters())
-        report = make_report(setup, subject, held_out, result, parameters=parameters)
+        report = {
+            **make_report(setup, subject, held_out, result, parameters=parameters),
+            "real": real,
+        }
         write_report(args.output, report)
         if result.ignores_context:
             log.warning(result.verdict)
@@ -186,7 +195,7 @@ def make_report(
 ) -> dict[str, Any]:
     """What report.json holds: figures as common/evaluation_report.py shows and defines them.
 
-    Equal inputs give equal reports; the real decode loop's figures would be one more key.
+    Equal inputs give equal reports. What --decode adds, speeds too, is not in here.
     """
     args, drafts, size = setup.args, result.drafts, setup.config.block_size
     rows = rows_of(held_out.packs, held_out.sources)
@@ -334,6 +343,13 @@ def print_figures(report: Mapping[str, Any], path: Path) -> None:
             (f"expected at temperature {expected['temperature']:g}",
              f"{expected['all_anchors']:.3f}")
         )  # fmt: skip
+    if (real := report["real"]) is not None:
+        rows += [
+            (f"acceptance length, real, {real['rows']} rows",
+             f"greedy {real['greedy']['tokens_per_step']:.3f} (walked {real['walked']:.3f}), "
+             f"sampled {real['sampled']['tokens_per_step']:.3f}"),
+            ("greedy text as without a drafter", f"{real['same_text']} of {real['rows']} rows"),
+        ]  # fmt: skip
     rows.append(("controls", report["verdict"]))
     if speed is not None:
         best = max(speed["blocks"], key=lambda block: block["speed_up"])

@@ -130,6 +130,29 @@ def acceptance_part(report: Report) -> str:
     )
 
 
+def real_part(report: Report) -> str:
+    real = report.get("real")
+    if real is None:
+        return ""
+    plain = real["plain_tokens_per_s"]
+    rows = [
+        (label, _number(found["tokens_per_step"]), _number(found["row_mean"]),
+         f"{found['tokens']:,}", f"{found['steps']:,}", f"{found['tokens_per_s']:,.1f}",
+         f"{found['tokens_per_s'] / plain:.2f}x" if plain else "-")
+        for label, found in (
+            ("greedy", real["greedy"]), (f"sampled, T = {real['temperature']:g}", real["sampled"])
+        )
+    ]  # fmt: skip
+    heads = ("", "token-weighted", "mean of rows", "tokens", "steps", "tokens/s", "of plain")
+    text = (
+        f"{real['rows']:,} prompts, completed by the target with this drafter. Simulated and "
+        f"walked, the same rows have {real['walked']:.3f}. Greedy text is what the target says "
+        f"without a drafter in {real['same_text']:,} of them, and its completion in the data in "
+        f"{real['own_text']:,}; plain decoding makes {plain:,.1f} tokens/s here."
+    )
+    return f"<h2>Real decoding</h2>{_table(heads, rows)}<p>{html.escape(text)}</p>"
+
+
 def controls_part(report: Report) -> str:
     kind = {"ignored": "bad", "unknown": "unsure", "used": "good"}[report["context"]]
     rows = [
@@ -223,6 +246,7 @@ def definitions_part(report: Report) -> str:
 SECTIONS = (
     what_part,
     acceptance_part,
+    real_part,
     controls_part,
     slots_part,
     speed_part,

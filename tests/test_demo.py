@@ -120,6 +120,11 @@ def test_the_drafter_learns_and_owes_it_to_the_hidden_states(
     assert after >= 3 * before, (before, after)
     assert control < after / 2, (control, after)
     last = [entry for entry in read_metrics(tmp_path / "real") if "eval_loss" in entry][-1]
+    flags = ("--output", str(tmp_path / "real"), "--eval-only", "--decode", "6")
+    assert train_dflash_online.main([*command[:4], *flags]) == 0
+    real = json.loads((tmp_path / "real/report.json").read_bytes())["real"]
+    assert real["rows"] == real["same_text"] == real["own_text"] == 6, real
+    assert real["greedy"]["tokens_per_step"] == real["walked"] > 2, real
     for name in ("zeroed", "shifted"):  # far from the share at which an export is refused
         kept = last[f"eval_{name}_acceptance_length"] - 1
         assert kept < 0.3 * (last["eval_acceptance_length"] - 1), (name, last)

@@ -101,13 +101,18 @@ def test_a_checkpoint_is_judged_as_its_run_judged_it(parts, refused):
 def test_figures_hang_together(parts, refused, tmp_path):
     report, _ = evaluate(
         parts, tmp_path, "--checkpoint", refused[0] / "checkpoints/step-00000004",
-        "--draft-cost", "0.25", "--temperature", "0.5",
+        "--draft-cost", "0.25", "--temperature", "0.5", "--decode", "3",
     )  # fmt: skip
     assert report["drafter"]["step"] == 4
     histogram, anchors = report["histogram"], report["anchors"]
     assert len(histogram) == report["block_size"] == 8 and sum(histogram) == anchors
     mean = sum(length * count for length, count in enumerate(histogram, start=1)) / anchors
     assert mean == pytest.approx(report["simulated"]["all_anchors"])
+    real = report["real"]
+    assert real["rows"] == real["same_text"] == 3 and real["temperature"] == 0.5
+    for kind in ("greedy", "sampled"):
+        assert 1 <= real[kind]["tokens_per_step"] <= 8 and real[kind]["tokens"] > 3
+        assert sum(real[kind]["accepted_counts"]) == real[kind]["steps"] > 0
     walked = report["simulated"]
     assert walked["walked"] == walked["walked_tokens"] / walked["walked_steps"]
     for kind in ("part", "length", "position"):

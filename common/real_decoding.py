@@ -1,0 +1,78 @@
+"""--decode: held-out prompts completed for real, with the drafter and without it."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from common.batches import HeldOut
+from common.decode import Decoded, decode_figures, decode_rows, pack_rows_apart
+from common.drafter import Drafter
+from common.setup import Setup
+from common.target import Target
+from common.verdict import Drafts
+from common.wire import ColocatedHiddenStates
+
+
+def target_to_decode(setup: Setup) -> Target:
+    """The target beside the drafter; with served hidden states it is loaded now, whole."""
+    if isinstance(setup.hidden_states, ColocatedHiddenStates):
+        return setup.hidden_states.target
+    args = setup.args
+    return Target.load(
+        args.target,
+        layers=args.layers,
+        dtype=getattr(torch, args.dtype),
+        device=setup.world.device,
+        final=True,
+    )
+
+
+def real_figures(
+    setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts
+) -> dict[str, Any]:
+    """Figures of the first --decode rows, greedy and sampled at --temperature.
+
+    Every rank of a sharded drafter calls it, and decodes all rows. `walked` is the simulated figure
+    of the same rows, which the greedy one equals where their text is the target's own greedy text.
+    """
+    args, target = setup.args, target_to_decode(setup)
+    rows = list(itertools.islice(pack_rows_apart(held_out.packs), args.decode))
+
+    def decode(drafter: Drafter | None, temperature: float) -> list[Decoded]:
+        return list(decode_rows(target, drafter, rows, temperature=temperature, seed=args.seed))
+
+    if setup.world.device.type == "cuda":  # else the first row's time holds that of its kernels
+        for warm in (drafter, None):
+            next(decode_rows(target, warm, rows[:1], temperature=0.0, seed=args.seed))
+    greedy, plain = decode(drafter, 0.0), decode(None, 0.0)
+    sampled = decode(drafter, args.temperature)
+    walked = drafts.walk(block_size=setup.config.block_size)[: len(rows)]
+    return {
+        "rows": len(rows),
+        "temperature": args.temperature,
+        "greedy": figures_of(greedy),
+        "sampled": figures_of(sampled),
+        "plain_tokens_per_s": decode_figures(plain).tokens_per_s,
+        "walked": sum(tokens for tokens, _ in walked) / max(1, sum(steps for _, steps in walked)),
+        "same_text": sum(
+            one.tokens == other.tokens for one, other in zip(greedy, plain, strict=True)
+        ),
+        "own_text": sum(
+            list(one.tokens) == ids[mask].tolist()[: len(one.tokens)]
+            for one, (ids, mask) in zip(plain, rows, strict=True)
+        ),
+    }
+
+
+def figures_of(results: Sequence[Decoded]) -> dict[str, Any]:
+    found = decode_figures(results)
+    return {
+        "tokens_per_step": found.tokens_per_step,
+        "row_mean": found.mean_tokens_per_step,
+        "tokens": found.tokens,
+        "steps": found.steps,
+        "tokens_per_s": found.tokens_per_s,
+        "accepted_counts": list(found.accepted_counts),
+    }
