@@ -36,6 +36,7 @@ from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
 from common.evaluating import evaluate_only, run_defaults
 from common.export import FORMATS, export, export_config, exported_layout
 from common.feed import ReadyStep, StepFeed
+from common.gpus import DEFAULT_GPU, GPUS
 from common.guards import Guards
 from common.journal import REPORTERS, Journal
 from common.lifetime import (
@@ -47,6 +48,7 @@ from common.lifetime import (
     run_folder_lock,
 )
 from common.losses import DEFAULT_GAMMA, LOSSES, needs_teacher
+from common.planner_tables import print_plan
 from common.schedule import known_horizon, training_horizon
 from common.setup import (
     SHARD_POLL_S,
@@ -73,6 +75,7 @@ from common.training import (
 from common.verify import print_checks, verify
 
 NEEDED = ("data", "target", "output")  # to train
+NEEDED_TO_PLAN = ("target",)
 RUN_FOLDERS = ("checkpoints", "export", "tensorboard")
 MAX_PACK_LENGTH, MAX_SEED = 1 << 20, (1 << 63) - 1
 
@@ -100,12 +103,15 @@ FREE_FLAGS = frozenset(
         "export_format",
         "eval_only",
         "force",
+        "gpu",
+        "gpus",
         "hidden_states",
         "keep",
         "keep_every",
         "log_every",
         "micro_batch",
         "output",
+        "plan",
         "prefetch",
         "report_to",
         "resume",
@@ -288,15 +294,27 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_instead_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
+    titled = parser.add_argument_group("instead of training")
+    group = titled.add_mutually_exclusive_group()
     group.add_argument(
         "--eval-only", action="store_true",
         help="judge a checkpoint, or --init-from, on held-out rows: report.html in --output",
     )  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="one step: the memory and the time")
+    group.add_argument(
+        "--plan", action="store_true",
+        help="does it fit, how long does it take: from --target's config.json, and --data if given",
+    )  # fmt: skip
     group.add_argument("--status", metavar="RUN", help="where a run stands, and exit")
     group.add_argument(
         "--verify-export", metavar="DIR", type=Path, help="whether engines load a drafter, and exit"
+    )
+    titled.add_argument(
+        "--gpu", choices=(*GPUS, "auto"), default=DEFAULT_GPU,
+        help="with --plan: the kind of GPU; auto: this machine's, measured",
+    )  # fmt: skip
+    titled.add_argument(
+        "--gpus", type=run.positive_int, help="with --plan: how many [4, with auto all]"
     )
 
 
@@ -304,10 +322,11 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Check the flags against each other and settle the ones that say auto."""
     if args.status is not None or args.verify_export is not None:
         return args
-    missing = [f"--{name}" for name in NEEDED if not getattr(args, name)]
+    needed = NEEDED_TO_PLAN if args.plan else NEEDED
+    missing = [f"--{name}" for name in needed if not getattr(args, name)]
     if missing:
         raise run.UsageError(f"the following arguments are required: {', '.join(missing)}")
-    if "://" in args.output:
+    if "://" in (args.output or ""):
         raise run.UsageError(
             f"--output {args.output}: must be a local folder; --checkpoint-uri copies its "
             "checkpoints there"
@@ -320,8 +339,6 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError("--decode: only with --eval-only")
     if args.eval_only and args.eval_rows == 0:
         raise run.UsageError("--eval-rows 0: --eval-only needs rows")
-    args.output = Path(args.output)
-    args.cache_dir = args.cache_dir or args.output / "cache"
     if args.pack_length % PACK_MULTIPLE:
         raise run.UsageError(
             f"--pack-length {args.pack_length}: must be a multiple of {PACK_MULTIPLE}"
@@ -334,6 +351,10 @@ def resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise run.UsageError("--block-size 1: must be at least 2, the anchor and one draft")
     if int(args.anchor_ratio * args.pack_length) < 1:
         raise run.UsageError(f"--anchor-ratio {args.anchor_ratio}: gives no anchor in a pack")
+    if args.plan:  # of another machine, and without a run folder
+        return args
+    args.output = Path(args.output)
+    args.cache_dir = args.cache_dir or args.output / "cache"
     if args.gamma is None:
         args.gamma = 0.0 if args.loss == "dpace" else DEFAULT_GAMMA
     if args.device == "auto":
@@ -579,6 +600,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.verify_export is not None:
         return print_checks(args.verify_export, verify(args.verify_export))
+    if args.plan:
+        return print_plan(args)
     started, began = run.utc_now(), time.monotonic()
     stop = StopRequest()
     if args.device == "cpu":

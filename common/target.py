@@ -419,6 +419,21 @@ class _Sink:
         self.taken.add(tap)
 
 
+def build_without_weights(path: str, *, layers: Sequence[int], final: bool) -> Any:
+    """The model that Target.load would load, on the meta device: shapes alone.
+
+    Raises UserError for a config that transformers cannot build a model from.
+    """
+    config = read_config(path)
+    if not final:
+        config = _cut_config(config, max(layers) + 1)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever an odd config.json trips over
+        raise UserError(f"--target {path}: cannot build it ({one_line(error)})") from error
+
+
 def _cut_config(config: Any, num_layers: int) -> Any:
     """The config of the first layers alone, so that no others are built and read from files.
 
