@@ -26,7 +26,7 @@ from common.footprint import StepShape, server_memory, taps_bytes, trainer_memor
 from common.gpus import GPUS, Gpu, measured_gpu
 from common.loss import TILE_BYTES
 from common.losses import needs_teacher
-from common.run import UsageError, UserError
+from common.run import UsageError, UserError, format_bytes
 from common.setup import drafter_config, given_config, settle_layers
 from common.shards import TokenizedDataset
 from common.target import build_without_weights
@@ -36,16 +36,16 @@ RESERVED_BYTES = 3 << 30  # of a GPU: its CUDA context, libraries' buffers, frag
 STATE_BYTES = 12  # of a parameter in a checkpoint: float32, and two moments
 ROW_BYTES = 4.2  # of a token in a shard: id and mask
 DEFAULT_GPUS = 4
-CURES = {
-    "target layers": "GPUs with more memory",
-    "embedding and head": "GPUs with more memory",
+CURES = {  # for what does not fit; first those that cost least
+    "hidden states": "less --global-batch or --pack-length",
+    "activations": "--checkpoint-layers, or less --anchor-ratio, --micro-batch or --pack-length",
+    "logits tile, backward": "less --anchor-ratio, --micro-batch or --pack-length",
     "master weights": "more GPUs that train, or fewer --draft-layers",
     "optimiser": "more GPUs that train, or fewer --draft-layers",
     "gradients": "a --global-batch of one forward a GPU, or fewer --draft-layers",
     "gathered weights": "fewer --draft-layers",
-    "activations": "--checkpoint-layers, or less --anchor-ratio, --micro-batch or --pack-length",
-    "logits tile, backward": "less --anchor-ratio, --micro-batch or --pack-length",
-    "hidden states": "less --global-batch or --pack-length",
+    "target layers": "GPUs with more memory",
+    "embedding and head": "GPUs with more memory",
 }
 
 
@@ -245,22 +245,23 @@ def plan_splits(args: argparse.Namespace, work: Work, gpu: Gpu, gpus: int) -> li
 
 
 def misfit(items: Mapping[str, float], gpu: Gpu) -> str | None:
-    """The item to change where they exceed the card, and how; None when they fit."""
-    room = gpu.memory_bytes - RESERVED_BYTES
-    if sum(items.values()) <= room:
+    """By how much they exceed the card, and the item to change and how; None when they fit.
+
+    The first in the order of CURES that is larger than what is too much, else the largest.
+    """
+    over = sum(items.values()) - (gpu.memory_bytes - RESERVED_BYTES)
+    if over <= 0:
         return None
-    fixed = {"target layers", "embedding and head"}
-    over = sum(items.values()) - room
-    changeable = {name: size for name, size in items.items() if name not in fixed and size >= over}
-    item = max(changeable or items, key=lambda name: items[name])
-    return f"{item}: {CURES[item]}"
+    largest = max(items, key=lambda name: items[name])
+    item = next((name for name in CURES if items.get(name, 0) > over), largest)
+    return f"{format_bytes(over)} over; {item}: {CURES[item]}"
 
 
 def split_misfit(split: Split, gpu: Gpu) -> str | None:
     """Which role does not fit, and why."""
     for role, items in split.memory.items():
         if reason := misfit(items, gpu):
-            return f"{role}, {reason}"
+            return f"{role} GPU {reason}"
     return None
 
 

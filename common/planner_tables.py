@@ -138,7 +138,12 @@ def memory_rows(splits: Sequence[Split], best: Split | None, gpu: Gpu) -> list[t
     for item in splits[0].memory["train"]:
         values = (run.format_bytes(items.get(item, 0)) for _, items in shown)
         rows.append((item, columns(values)))
-    rows.append(("sum", columns(run.format_bytes(sum(items.values())) for _, items in shown)))
+    rows.append(
+        (
+            "sum, as a backward begins",
+            columns(run.format_bytes(sum(items.values())) for _, items in shown),
+        )
+    )
     room = run.format_bytes(gpu.memory_bytes - RESERVED_BYTES)
     rows.append(("there is", f"{room} a GPU, with {run.format_bytes(RESERVED_BYTES)} kept back"))
     return rows
