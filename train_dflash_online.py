@@ -33,6 +33,7 @@ from torch import nn
 
 from common import checkpoint, dist, run
 from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
+from common.drafter import ARCHITECTURES
 from common.evaluating import evaluate_only, run_defaults
 from common.export import FORMATS, export, export_config, exported_layout
 from common.feed import ReadyStep, StepFeed
@@ -96,6 +97,7 @@ FREE_FLAGS = frozenset(
         "data",
         "debug",
         "decode",
+        "draft",  # draft_config says it
         "draft_cost",
         "dry_run",
         "endpoint_url",
@@ -192,10 +194,16 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafter")
     group.add_argument(
+        "--draft", choices=tuple(ARCHITECTURES), help="dflash2: with convolutions and a selector "
+        "of drafts, all layers sliding [dflash]",
+    )  # fmt: skip
+    group.add_argument(
         "--draft-config", type=Path, help="config.json to take the shape from instead"
     )
     group.add_argument("--draft-layers", type=run.positive_int, help="depth of the drafter [5]")
-    group.add_argument("--block-size", type=run.positive_int, help="the anchor and the drafts [16]")
+    group.add_argument(
+        "--block-size", type=run.positive_int, help="the anchor and the drafts [16, dflash2 8]"
+    )
     group.add_argument(
         "--sliding-window", type=run.non_negative_int, help="0: all layers full [2048]"
     )

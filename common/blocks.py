@@ -3,7 +3,8 @@
 Letters: S tokens of a pack, N anchors, B block size, Q = N*B block slots. Slot k of the block at
 anchor a stands at position a+k of its document and predicts the token there; slot 0 holds the
 anchor's own token and predicts nothing. Sources: z-lab/dflash model.py; the sliding rule is that of
-SpecForge, vLLM and SGLang (causal inside the block, window counted from each query).
+SpecForge, vLLM and SGLang (causal inside the block, window counted from each query); a DFlash 2's
+sliding layers see the whole block.
 """
 
 import functools
@@ -139,13 +140,16 @@ def dpace_weights(blocks: Blocks, cross_entropy: torch.Tensor) -> torch.Tensor:
     return from_here.flatten()
 
 
-def mask_predicate(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> MaskPredicate:
+def mask_predicate(
+    pack: Pack, blocks: Blocks, *, sliding_window: int | None, causal: bool = True
+) -> MaskPredicate:
     """The rule of attention, as flex_attention's mask_mod(b, h, q_idx, kv_idx) -> bool.
 
     Queries are the Q block slots; keys are the S context tokens, then the Q block slots. A slot
     sees context of its document strictly before its anchor, and its own block: all of it in full
-    layers (`sliding_window` None), itself and earlier slots in sliding ones, whose context reaches
-    back window - 1 positions from the query. Padded blocks see only their own block.
+    layers (`sliding_window` None), itself and earlier slots in sliding ones, all of it there too
+    unless `causal`; the context of sliding ones reaches back window - 1 positions from the query.
+    Padded blocks see only their own block.
     """
     context_length, size = len(pack.input_ids), blocks.block_size
     anchor_document = pack.documents[blocks.anchors]
@@ -169,7 +173,8 @@ def mask_predicate(pack: Pack, blocks: Blocks, *, sliding_window: int | None) ->
         if sliding_window is not None:
             reach = anchor_position[block] + slot - (sliding_window - 1)
             before = before & (positions[token] >= reach)
-            own = own & (key_slot <= slot)
+            if causal:
+                own = own & (key_slot <= slot)
         return torch.where(kv_idx < context_length, before, own)
 
     return predicate
@@ -182,6 +187,7 @@ def layer_masks(
     layer_types: Sequence[str],
     sliding_window: int | None,
     attention: str,
+    causal: bool = True,
 ) -> dict[str, AttentionMask]:
     """The masks of the layer types in use: a BlockMask for flex; for sdpa groups on a CPU, which
     run eagerly, and a dense mask elsewhere, whose shape never changes.
@@ -190,31 +196,35 @@ def layer_masks(
     for kind in sorted(set(layer_types)):
         window = sliding_window if kind == "sliding_attention" else None
         if attention == "flex":
-            masks[kind] = flex_mask(pack, blocks, sliding_window=window)
+            masks[kind] = flex_mask(pack, blocks, sliding_window=window, causal=causal)
         elif pack.input_ids.device.type == "cpu":
-            masks[kind] = grouped_mask(pack, blocks, sliding_window=window)
+            masks[kind] = grouped_mask(pack, blocks, sliding_window=window, causal=causal)
         else:
-            masks[kind] = dense_mask(pack, blocks, sliding_window=window)
+            masks[kind] = dense_mask(pack, blocks, sliding_window=window, causal=causal)
     return masks
 
 
-def dense_mask(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> torch.Tensor:
+def dense_mask(
+    pack: Pack, blocks: Blocks, *, sliding_window: int | None, causal: bool = True
+) -> torch.Tensor:
     """The predicate over all (query, key) pairs: (1, 1, Q, S+Q) bool."""
     queries, keys = _sizes(pack, blocks)
     device = pack.input_ids.device
     return _mask_over(
-        mask_predicate(pack, blocks, sliding_window=sliding_window),
+        mask_predicate(pack, blocks, sliding_window=sliding_window, causal=causal),
         torch.arange(queries, device=device),
         torch.arange(keys, device=device),
     )
 
 
-def grouped_mask(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> GroupedMask:
+def grouped_mask(
+    pack: Pack, blocks: Blocks, *, sliding_window: int | None, causal: bool = True
+) -> GroupedMask:
     """The predicate over groups of neighbouring blocks and the stretch of context they can see.
 
     Anchors ascend, so the stretch is short: a group's pairs are an eighth of all at 128 blocks.
     """
-    predicate = mask_predicate(pack, blocks, sliding_window=sliding_window)
+    predicate = mask_predicate(pack, blocks, sliding_window=sliding_window, causal=causal)
     length, size = len(pack.input_ids), blocks.block_size
     # a kept block sees places first <= place < anchor; a padded one sees none
     first = blocks.anchors - pack.positions[blocks.anchors]
@@ -243,7 +253,9 @@ def _mask_over(predicate: MaskPredicate, queries: torch.Tensor, keys: torch.Tens
     return predicate(zero, zero, queries[:, None], keys[None, :])[None, None]
 
 
-def flex_mask(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> BlockMask:
+def flex_mask(
+    pack: Pack, blocks: Blocks, *, sliding_window: int | None, causal: bool = True
+) -> BlockMask:
     """The predicate as flex_attention's sparse block mask.
 
     Compiled on CUDA: as it stands create_block_mask evaluates the predicate on all Q x KV pairs
@@ -253,7 +265,7 @@ def flex_mask(pack: Pack, blocks: Blocks, *, sliding_window: int | None) -> Bloc
     queries, keys = _sizes(pack, blocks)
     device = pack.input_ids.device
     make = _compiled_create_block_mask() if device.type == "cuda" else create_block_mask
-    predicate = mask_predicate(pack, blocks, sliding_window=sliding_window)
+    predicate = mask_predicate(pack, blocks, sliding_window=sliding_window, causal=causal)
     return make(predicate, None, None, queries, keys, device=str(device))
 
 

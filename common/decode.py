@@ -6,7 +6,8 @@ drafts that the target accepts and adds one token of its own (the bonus). Greedy
 while they are the target's argmax. Sampled ones follow the rule of arXiv 2211.17192, Algorithm 1:
 draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)), and the first that is not
 is replaced by a draw from norm(max(p - q, 0)); so the text is distributed as the target's own,
-whatever the drafter. A block's drafts are drawn independently, each from its slot's q.
+whatever the drafter. A block's drafts are drawn independently, each from its slot's q; those of a
+DFlash 2 one after the other, each from its selector's q over the slot's candidates.
 
 Decoding without a drafter is the same loop with blocks of the anchor alone. In bfloat16 a block's
 forward rounds otherwise than one token's, so near ties fall differently there; in float32 greedy
@@ -22,7 +23,9 @@ import torch
 from torch.nn.functional import embedding
 
 from common.batches import PackedRows, seeded_generator
+from common.dflash2 import CandidateSelector
 from common.drafter import ContextCache, Drafter
+from common.selection import highest, top_words, walk
 from common.target import Target
 from common.target_cache import TargetCache
 
@@ -169,7 +172,13 @@ def decode(
         anchor = ids.new_tensor(tokens[-1:])
         if drafter is not None:
             states = _draft_states(drafter, target.embedding, context, taps, anchor)
-            draft = draw(states @ target.head.T, temperature=temperature, generator=generator)
+            if drafter.candidate_selector is None:
+                draft = draw(states @ target.head.T, temperature=temperature, generator=generator)
+            else:
+                draft = draw_walk(
+                    drafter.candidate_selector, states, target.head, anchor,
+                    temperature=temperature, generator=generator,
+                )  # fmt: skip
         logits, taps = cache.try_block(torch.cat([anchor, draft.tokens]))
         count, bonus = verify(draft, logits, temperature=temperature, generator=generator)
         cache.keep(1 + count)
@@ -198,6 +207,35 @@ def draw(logits: torch.Tensor, *, temperature: float, generator: torch.Generator
         return Draft(logits.argmax(-1), None)
     probabilities = _probabilities(logits, temperature)
     return Draft(torch.multinomial(probabilities, 1, generator=generator)[:, 0], probabilities)
+
+
+def draw_walk(
+    selector: CandidateSelector,
+    states: torch.Tensor,
+    head: torch.Tensor,
+    anchor: torch.Tensor,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+) -> Draft:
+    """Drafts of the slots' states (K, H), each chosen in the light of the one before.
+
+    anchor (1,) is the token before the first. Temperature 0 takes the highest score of each.
+    """
+    logits, words = top_words(states, head, top_k=selector.top_k)
+    before = torch.cat([anchor.expand(1, selector.top_k), words[:-1]])
+    scores = (logits[:, None] + selector(states, before, words))[None]
+    if temperature == 0:
+        return Draft(walk(scores, words[None], highest)[0], None)
+    taken: list[torch.Tensor] = []
+
+    def choose(scores: torch.Tensor) -> torch.Tensor:
+        taken.append(_probabilities(scores, temperature))
+        return torch.multinomial(taken[-1], 1, generator=generator)[:, 0]
+
+    tokens = walk(scores, words[None], choose)[0]
+    probabilities = torch.zeros(len(states), len(head), device=states.device)
+    return Draft(tokens, probabilities.scatter_(1, words, torch.cat(taken)))
 
 
 def verify(

@@ -16,9 +16,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from common.attention import AttentionMask, attend
+from common.dflash2 import CandidateSelector, ConvolvedSublayer, PlainSublayer
 from common.run import UserError
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+DFLASH2_SHAPE = {  # of z-lab's released DFlash 2; the names are those of dflash_config
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a published drafter
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEAD_DIM = 128
@@ -26,7 +33,10 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """The shape of a drafter; `to_json` is the config.json that serving engines read."""
+    """The shape of a drafter; `to_json` is the config.json that serving engines read.
+
+    The conv_ and selector_ sizes are those of a DFlash 2, and None in a DFlash.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -46,6 +56,20 @@ class DrafterConfig:
     sliding_window: int | None
     eos_token_id: int | None = None
     initializer_range: float = 0.02
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+
+    @property
+    def draft(self) -> str:
+        """The kind of drafter: a key of ARCHITECTURES."""
+        return "dflash" if self.conv_kernel_size is None else "dflash2"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a slot of a sliding layer sees no later slot of its block."""
+        return self.draft == "dflash"
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -72,6 +96,26 @@ class DrafterConfig:
                 f"({self.vocab_size})"
             )
         self._check_target_layers()
+        self._check_dflash2()
+
+    def _check_dflash2(self) -> None:
+        sizes = {name: getattr(self, name) for name in DFLASH2_SHAPE}
+        if set(sizes.values()) == {None}:
+            return
+        if wrong := [name for name, size in sizes.items() if type(size) is not int or size < 1]:
+            raise UserError(
+                f"drafter config: {', '.join(wrong)}: a DFlash 2 needs a number above 0"
+            )
+        if self.hidden_size % sizes["conv_group_size"]:
+            raise UserError(
+                f"drafter config: hidden_size {self.hidden_size} is no multiple of conv_group_size "
+                f"{self.conv_group_size}"
+            )
+        for name, limit in (("conv_kernel_size", "block_size"), ("selector_top_k", "vocab_size")):
+            if sizes[name] > getattr(self, limit):
+                raise UserError(
+                    f"drafter config: {name} {sizes[name]} is over {limit} {getattr(self, limit)}"
+                )
 
     def _check_target_layers(self) -> None:
         ids, depth = self.target_layer_ids, self.num_target_layers
@@ -106,10 +150,12 @@ class DrafterConfig:
         block_size: int,
         mask_token_id: int,
         sliding_window: int,
+        draft: str = "dflash",
     ) -> "DrafterConfig":
         """The released drafters' shape for a target: heads of 128, four query heads a key head.
 
-        All layers but the last slide over `sliding_window` tokens; 0 makes all of them full.
+        All layers but the last slide over `sliding_window` tokens, and of a "dflash2" that one too;
+        0 makes all of them full.
         """
         heads = max(1, min(32, hidden_size // HEAD_DIM))
         sliding = "sliding_attention" if sliding_window else "full_attention"
@@ -128,28 +174,28 @@ class DrafterConfig:
             mask_token_id=mask_token_id,
             target_layer_ids=tuple(target_layer_ids),
             num_target_layers=num_target_layers,
-            layer_types=(sliding,) * (num_layers - 1) + ("full_attention",),
+            layer_types=(sliding,) * (num_layers - 1)
+            + ("full_attention" if draft == "dflash" else sliding,),
             sliding_window=sliding_window or None,
             eos_token_id=eos_token_id,
+            **(DFLASH2_SHAPE if draft == "dflash2" else {}),
         )
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> "DrafterConfig":
-        """Read a DFlash config.json, ours or z-lab's. Raises UserError for what is missing or else.
+        """Read a config.json of DFlash or DFlash 2, ours or z-lab's.
 
-        block_size may stand at the top or in dflash_config; rope_theta at the top or in
-        rope_parameters.
+        Raises UserError for what is missing or else. block_size may stand at the top or in
+        dflash_config; rope_theta at the top or in rope_parameters.
         """
-        architectures = config.get("architectures") or [ARCHITECTURE]
-        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
-            raise UserError(f"drafter config: architecture {architectures}, not {ARCHITECTURE}")
+        draft = draft_kind(config)
         for key in ("dflash_config", "rope_parameters", "rope_scaling"):
             if not isinstance(config.get(key) or {}, Mapping):
                 raise UserError(f"drafter config: {key} is {config[key]!r}, not an object")
         dflash, rope = config.get("dflash_config") or {}, config.get("rope_parameters") or {}
         flat = {**config, **rope, **dflash}
         try:
-            _refuse_other_maths(flat, config.get("rope_scaling"))
+            _refuse_other_maths(flat, config.get("rope_scaling"), draft=draft)
             layers = flat["num_hidden_layers"]
             return cls(
                 hidden_size=flat["hidden_size"],
@@ -170,6 +216,7 @@ class DrafterConfig:
                 sliding_window=flat.get("sliding_window"),
                 eos_token_id=flat.get("eos_token_id"),
                 initializer_range=flat.get("initializer_range", 0.02),
+                **({name: flat[name] for name in DFLASH2_SHAPE} if draft == "dflash2" else {}),
             )
         except KeyError as error:
             raise UserError(f"drafter config: {error.args[0]} is missing") from error
@@ -180,11 +227,14 @@ class DrafterConfig:
         """The config.json of an export, written by hand: transformers' own save drops rope_theta.
 
         Both rope forms and both places of block_size, since engines differ in which they read;
-        is_causal is absent so that they take causality from each layer's type.
+        is_causal is absent so that they take causality from each layer's type, but in a DFlash 2,
+        none of whose layers is causal.
         """
         sliding = "sliding_attention" in self.layer_types
+        dflash2 = self.draft == "dflash2"
+        added = {name: getattr(self, name) for name in DFLASH2_SHAPE} if dflash2 else {}
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES[self.draft]],
             "attention_bias": False,
             "attention_dropout": 0.0,
             "block_size": self.block_size,
@@ -193,6 +243,7 @@ class DrafterConfig:
                 "block_size": self.block_size,
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": list(self.target_layer_ids),
+                **added,
             },
             "dtype": "bfloat16",
             "eos_token_id": self.eos_token_id,
@@ -201,6 +252,7 @@ class DrafterConfig:
             "hidden_size": self.hidden_size,
             "initializer_range": self.initializer_range,
             "intermediate_size": self.intermediate_size,
+            **({"is_causal": False} if dflash2 else {}),
             "layer_types": list(self.layer_types),
             "max_position_embeddings": self.max_position_embeddings,
             "max_window_layers": self.num_hidden_layers,
@@ -223,16 +275,33 @@ class DrafterConfig:
         }
 
 
-def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any) -> None:
+def draft_kind(config: Mapping[str, Any]) -> str:
+    """Which of ARCHITECTURES a config.json names. Raises UserError for others."""
+    named = config.get("architectures") or [ARCHITECTURES["dflash"]]
+    if isinstance(named, list):
+        for draft, architecture in ARCHITECTURES.items():
+            if architecture in named:
+                return draft
+    raise UserError(
+        f"drafter config: architecture {named}, not {' or '.join(ARCHITECTURES.values())}"
+    )
+
+
+def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any, *, draft: str) -> None:
     """Raises UserError for keys by which an engine computes what this drafter does not."""
-    kinds = {kind == "sliding_attention" for kind in flat.get("layer_types") or ("full_attention",)}
+    sliding = [
+        kind == "sliding_attention" for kind in flat.get("layer_types") or ("full_attention",)
+    ]
     causal = flat.get("is_causal")
     causal = flat.get("causal") if causal is None else causal
     kind = (rope_scaling or {}).get("rope_type") or flat.get("rope_type")
     odd = {
         "attention_bias": flat.get("attention_bias"),
         "hidden_act": flat.get("hidden_act", "silu") != "silu",
-        "is_causal, or dflash_config.causal": causal is not None and kinds != {causal},
+        "is_causal, or dflash_config.causal": any(
+            (kind if causal is None else causal) != (kind and draft == "dflash") for kind in sliding
+        ),
+        **{name: draft == "dflash" and name in flat for name in DFLASH2_SHAPE},
         "mrope_section": flat.get("mrope_section"),
         "partial_rotary_factor": flat.get("partial_rotary_factor", 1.0) != 1.0,
         "rope_scaling": rope_scaling and kind != "default",
@@ -242,7 +311,8 @@ def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any) -> None:
     if wrong := [key for key, is_odd in odd.items() if is_odd]:
         raise UserError(
             f"drafter config: {'; '.join(wrong)}: of another kind than the drafters trained here "
-            "(plain rotary positions over the whole head, causal only in sliding layers, no biases)"
+            "(plain rotary positions over the whole head, no biases, causal only in sliding layers "
+            "and in a DFlash 2 nowhere)"
         )
 
 
@@ -340,6 +410,7 @@ class DrafterLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
+        self.attention_conv, self.mlp_conv = make_sublayer(config), make_sublayer(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -361,8 +432,24 @@ class DrafterLayer(nn.Module):
         seen = self.self_attn.keys_values(context, context_table)
         if cache is not None:
             seen = cache.extend(*seen)
-        x = x + self.self_attn(self.input_layernorm(x), block_table, seen, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+
+        def attend_to(inner: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(inner, block_table, seen, mask)
+
+        x = x + self.attention_conv(self.input_layernorm(x), attend_to)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp)
+
+
+def make_sublayer(config: DrafterConfig) -> nn.Module:
+    """What stands around a sublayer: nothing, or a DFlash 2's convolutions."""
+    if config.conv_kernel_size is None or config.conv_group_size is None:
+        return PlainSublayer()
+    return ConvolvedSublayer(
+        config.hidden_size,
+        taps=config.conv_kernel_size,
+        group_size=config.conv_group_size,
+        block_size=config.block_size,
+    )
 
 
 class LayerCache:
@@ -395,6 +482,7 @@ class ContextCache:
 class Drafter(nn.Module):
     """Fused taps and block embeddings in, drafter states out; the head is applied elsewhere.
 
+    A DFlash 2 has a `candidate_selector`, for the states that come out; a DFlash has None.
     checkpoint_layers: keep only each layer's input and run it again in the backward: a third more
     time in the layers, a layer's activations in memory instead of all layers'.
     """
@@ -407,6 +495,20 @@ class Drafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in config.layer_types)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.candidate_selector: CandidateSelector | None = None
+        if config.selector_rank is not None and config.selector_top_k is not None:
+            self.candidate_selector = CandidateSelector(
+                config.hidden_size,
+                config.vocab_size,
+                rank=config.selector_rank,
+                top_k=config.selector_top_k,
+            )
+
+    @property
+    def shards(self) -> list[nn.Module]:
+        """What to fully_shard, in order: each module whose forward is called, from outside too."""
+        selector = [] if self.candidate_selector is None else [self.candidate_selector]
+        return [*self.layers, *selector, self]
 
     def compile_layers(self, *, backend: str = "inductor") -> None:
         """Compile each layer, one graph for all layers of a kind; to be called before fully_shard.
@@ -418,15 +520,30 @@ class Drafter(nn.Module):
             layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
     def reset_parameters(self, *, seed: int) -> None:
-        """Fresh weights, a function of `seed`: normal(0, initializer_range), norms at 1."""
+        """Fresh weights, a function of `seed`: normal(0, initializer_range), norms at 1.
+
+        What a DFlash 2 adds comes last, and changes nothing yet.
+        """
         generator = torch.Generator().manual_seed(seed)
+        added = [module for module in self.modules() if isinstance(module, ConvolvedSublayer)]
+        apart = {id(weight) for module in added for weight in module.parameters()}
+        if self.candidate_selector is not None:
+            apart |= {id(weight) for weight in self.candidate_selector.parameters()}
         for parameter in self.parameters():
+            if id(parameter) in apart:
+                continue
             with torch.no_grad():
                 if parameter.dim() == 2:
                     drawn = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(drawn * self.config.initializer_range)
                 else:
                     parameter.fill_(1.0)
+        for module in added:
+            module.reset_parameters()
+        if self.candidate_selector is not None:
+            self.candidate_selector.reset_parameters(
+                std=self.config.initializer_range, generator=generator
+            )
 
     def forward(
         self,
@@ -488,7 +605,9 @@ class Drafter(nn.Module):
         query = torch.arange(length, length + size, device=device)[:, None]
         key = torch.arange(length + size, device=device)
         window = self.config.sliding_window or 0
-        sliding = (key <= query) & (key >= query - (window - 1))
+        sliding = key >= query - (window - 1)
+        if self.config.causal:
+            sliding = sliding & (key <= query)
         return {"full_attention": None, "sliding_attention": sliding[None, None]}
 
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

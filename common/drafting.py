@@ -21,11 +21,12 @@ from common.blocks import (
     sample_anchors,
 )
 from common.dist import World
-from common.drafter import DrafterConfig
+from common.drafter import Drafter, DrafterConfig
 from common.feed import ReadyStep
 from common.guards import tap_figures
 from common.loss import LossSums
 from common.losses import block_loss, needs_teacher
+from common.selection import SELECTOR_ALPHA, SelectorSums, selector_loss
 from common.target import Taps
 
 
@@ -105,6 +106,7 @@ def draft_blocks(
         layer_types=config.layer_types,
         sliding_window=config.sliding_window,
         attention=attention,
+        causal=config.causal,
     )
     output = drafter(
         taps,
@@ -173,11 +175,14 @@ def micro_batches(
 class StepSums:
     """Figures of one step over all ranks.
 
-    The loss is per unit of weight; tap_figures (F, 3, L) are of each forward.
+    The losses are per unit of weight, the selector's 0 without one; tap_figures (F, 3, L) are of
+    each forward.
     """
 
     loss: float
+    selector_loss: float
     correct: float
+    selector_correct: float
     supervised: float
     tokens: int
     loss_tokens: int
@@ -186,7 +191,7 @@ class StepSums:
 
 
 def _forward(
-    drafter: nn.Module,
+    drafter: Drafter,
     config: DrafterConfig,
     ends: TargetEnds,
     batch: MicroBatch,
@@ -194,8 +199,8 @@ def _forward(
     *,
     loss_kind: str,
     attention: str,
-) -> LossSums:
-    """The loss of a micro-batch, whose hidden states lie in `taps` (1, S, L*H)."""
+) -> tuple[LossSums, SelectorSums | None]:
+    """The losses of a micro-batch, whose hidden states lie in `taps` (1, S, L*H)."""
     final = None
     if needs_teacher(loss_kind):
         states = [each.final for each in batch.taps if each.final is not None]
@@ -209,7 +214,13 @@ def _forward(
         taps=taps,
         attention=attention,
     )
-    return block_loss(loss_kind, output, ends.head, batch.blocks, batch.weights, final=final)
+    loss = block_loss(loss_kind, output, ends.head, batch.blocks, batch.weights, final=final)
+    selector = drafter.candidate_selector
+    if selector is None:
+        return loss, None
+    return loss, selector_loss(
+        selector, output, ends.head, batch.blocks, loss.slot_weights, top_k=selector.top_k
+    )
 
 
 def accumulate_gradients(
@@ -240,7 +251,7 @@ def accumulate_gradients(
     )
     num_layers = len(config.target_layer_ids)
     # summed where they are: fetching them for each micro-batch would hold the host up
-    sums = torch.zeros(2 + 2 * config.block_size, dtype=torch.float64, device=world.device)
+    sums = torch.zeros(4 + 2 * config.block_size, dtype=torch.float64, device=world.device)
     # each rank fills its own forwards' places, so that the sum over ranks holds them all
     figures = torch.zeros(
         world.size, len(batches), 3, num_layers, dtype=torch.float64, device=world.device
@@ -251,20 +262,26 @@ def accumulate_gradients(
         taps = padded_taps(batch.packs, states, ends.embedding)
         real = batch.pack.documents != PADDING
         figures[world.rank, index] = tap_figures(taps, real, num_layers=num_layers)
-        loss = _forward(
+        loss, selection = _forward(
             drafter, config, ends, batch, taps, loss_kind=loss_kind, attention=attention
         )
-        (loss.loss / max(total_weight, 1e-12)).backward()
-        scalars = torch.stack([loss.loss.detach(), loss.weight])
+        total, of_selector = loss.loss, sums.new_zeros(2)
+        if selection is not None:
+            total = total + SELECTOR_ALPHA * selection.loss
+            of_selector = torch.stack([selection.loss.detach(), selection.correct])
+        (total / max(total_weight, 1e-12)).backward()
+        scalars = torch.cat([torch.stack([loss.loss.detach(), loss.weight]), of_selector])
         sums += torch.cat([scalars, loss.correct, loss.supervised])
     summed = world.sum(torch.cat([sums, figures.flatten()]).tolist())
-    loss_sum, weight_sum, *counts = summed[: len(sums)]
+    loss_sum, weight_sum, selector_sum, selector_correct, *counts = summed[: len(sums)]
     if loss_kind == "dpace":
         for parameter in drafter.parameters():
             parameter.grad.mul_(total_weight / max(weight_sum, 1e-12))
         total_weight = weight_sum
     return StepSums(
         loss=loss_sum / max(total_weight, 1e-12),
+        selector_loss=selector_sum / max(total_weight, 1e-12),
+        selector_correct=selector_correct,
         correct=sum(counts[: config.block_size]),
         supervised=sum(counts[config.block_size :]),
         tokens=int(tokens),

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from common.acceptance import (
     SLOT_SUMS,
@@ -30,7 +29,7 @@ from common.acceptance import (
 from common.batches import PackedRows, seeded_generator
 from common.blocks import Blocks, Pack, decay_weights, legal_anchors, make_blocks
 from common.dist import World
-from common.drafter import DrafterConfig
+from common.drafter import Drafter, DrafterConfig
 from common.drafting import TargetEnds, draft_blocks, padded_taps, tensor_pack
 from common.run import UserError
 from common.target import Taps
@@ -53,7 +52,7 @@ class _Pass:
 
 @torch.no_grad()
 def evaluate(
-    drafter: nn.Module,
+    drafter: Drafter,
     config: DrafterConfig,
     ends: TargetEnds,
     hidden_states: HiddenStates,
@@ -105,11 +104,12 @@ def evaluate(
             drafter, config, ends, pack=pack, blocks=blocks, taps=loaded.taps(here.kind, pack),
             attention=attention,
         )  # fmt: skip
+        judged = judge_drafts(
+            output, ends.head, blocks, chunk_slots=CHUNK_SLOTS, temperature=temperature,
+            final=loaded.final if here.kind == REAL else None,
+            selector=drafter.candidate_selector,
+        )  # fmt: skip
         if counted:
-            judged = judge_drafts(
-                output, ends.head, blocks, chunk_slots=CHUNK_SLOTS, temperature=temperature,
-                final=loaded.final if here.kind == REAL else None,
-            )  # fmt: skip
             sums.add(here, judged, blocks, gamma=gamma)
     sums.reduce(world)
     return _figures(sums, packs, legal, chosen, has_final=has_final)

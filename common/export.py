@@ -64,6 +64,8 @@ def export_config(config: DrafterConfig, *, layout: str, target: str) -> dict[st
     """The config.json of an export. Raises UserError where its check finds anything."""
     if layout == "zlab":
         document = config.to_json()
+    elif config.draft == "dflash2":
+        raise UserError("--export-format speculators has no DFlash 2: take zlab")
     else:
         architectures = read_target_config(target).architectures or []
         document = speculators_json(config, target=target, target_architectures=architectures)

@@ -26,14 +26,19 @@ TILE_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 class LossSums:
     """Sums over supervised slots, to be added up over micro-batches and ranks and then divided.
 
-    loss: () float32, sum of weight * cross-entropy, differentiable · weight: () float32, sum of
-    weights · correct, supervised: (B,) float32, slots by their number in the block.
+    loss: () float32, sum of weight * cross-entropy, differentiable · slot_weights: (n,) float32,
+    of each supervised slot · correct, supervised: (B,) float32, slots by their number in the block.
     """
 
     loss: torch.Tensor
-    weight: torch.Tensor
+    slot_weights: torch.Tensor
     correct: torch.Tensor
     supervised: torch.Tensor
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The sum of the weights, ()."""
+        return self.slot_weights.sum()
 
 
 def weighted_loss(
@@ -63,10 +68,10 @@ def weighted_loss(
         of_slots[chosen] = cross_entropy
         return weights[chosen] * factors(of_slots)[chosen]
 
-    loss, weight, correct = _TiledCrossEntropy.apply(
+    loss, slot_weights, correct = _TiledCrossEntropy.apply(
         hidden[chosen], head, blocks.labels[chosen], weigh, tile_bytes
     )
-    return LossSums(loss, weight, *count_slots(blocks, chosen, correct))
+    return LossSums(loss, slot_weights, *count_slots(blocks, chosen, correct))
 
 
 def count_slots(
@@ -84,7 +89,7 @@ def count_slots(
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
-    """Sum of weighted cross-entropy, sum of the weights, and which slots' argmax is the label.
+    """Sum of weighted cross-entropy, the weights, and which slots' argmax is the label.
 
     `weigh` gives the weights (n,) for the cross-entropy (n,), which is known when the gradient is
     not yet scaled: so weights that depend on it cost nothing.
@@ -111,7 +116,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[0]
         pull = torch.zeros(hidden.shape, device=hidden.device) if needs_gradient else None
         start = 0
-        for tile in head.split(_tile_words(len(labels), tile_bytes)):
+        for tile in head.split(tile_words(len(labels), tile_bytes)):
             logits = (hidden @ tile.T).float()
             column = labels - start
             here = (column >= 0) & (column < len(tile))
@@ -138,9 +143,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         # bf16 logits tie often: as argmax, the first of equals wins
         won = (label_logit > highest) | ((label_logit == highest) & (labels < rival))
         correct = won[:, 0].float()
-        total_weight = weights.sum()
-        ctx.mark_non_differentiable(total_weight, correct)
-        return (weights * cross_entropy).sum(), total_weight, correct
+        ctx.mark_non_differentiable(weights, correct)
+        return (weights * cross_entropy).sum(), weights, correct
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -148,6 +152,6 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return upstream[0].to(gradient.dtype) * gradient, None, None, None, None
 
 
-def _tile_words(slots: int, tile_bytes: int) -> int:
+def tile_words(slots: int, tile_bytes: int) -> int:
     """Words whose float32 logits for so many slots fill a tile, in multiples of 64."""
     return max(1, tile_bytes // (4 * max(slots, 1)) // 64) * 64

@@ -53,7 +53,7 @@ def block_loss(
 
     hidden (Q, H) of the drafter and head (V, H), both of the compute dtype; weights (Q,) by
     position; final (S, H), the target's normed last states over the pack, where needs_teacher.
-    LossSums.weight is the sum of weights for all but dpace, which weighs anew.
+    LossSums.slot_weights are those by position for all but dpace, which weighs anew.
     """
     if kind in TEACHER_TERMS:
         assert final is not None, f"{kind} needs the target's last hidden states"
@@ -84,7 +84,7 @@ def _teacher_loss(
         hidden[chosen], final[before], head, blocks.labels[chosen], weights[chosen], terms,
         max(1, tile_bytes // (4 * len(head))),
     )  # fmt: skip
-    return LossSums(loss, weights[chosen].sum(), *count_slots(blocks, chosen, correct))
+    return LossSums(loss, weights[chosen], *count_slots(blocks, chosen, correct))
 
 
 class _ChunkedDistillation(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from common.blocks import Pack, dense_mask, make_blocks
 from common.drafter import Drafter, DrafterConfig
 
+Sublayer = Callable[[torch.Tensor], torch.Tensor]
 STRETCH = 16  # context tokens of the first stretch, half of the second's
 ANCHORS = (3, STRETCH + 8, STRETCH + 20)  # places in the context
 
@@ -72,6 +73,7 @@ def training_states(drafter: Drafter, sample: Sample) -> torch.Tensor:
             pack,
             blocks,
             sliding_window=config.sliding_window if kind == "sliding_attention" else None,
+            causal=config.causal,
         )
         for kind in set(config.layer_types)
     }
@@ -123,6 +125,15 @@ def _block_states(
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.rms_norm(x, x.shape[-1:], weight(name), config.rms_norm_eps)
 
+    def within(name: str, inner: torch.Tensor, sublayer: Sublayer) -> torch.Tensor:
+        """A sublayer, in a DFlash 2 between the convolutions `name` of its block."""
+        if config.conv_kernel_size is None:
+            return sublayer(inner)
+        base, projection = weight(f"{name}.base_kernel"), weight(f"{name}.kernel_projection.weight")
+        added = (inner @ projection.T).unflatten(-1, (*base.shape[:2], -1))  # (B, 2, taps, G)
+        kernels = base + added.repeat_interleave(config.hidden_size // added.shape[-1], -1)
+        return _convolved(sublayer(_convolved(inner, kernels[:, 0])), kernels[:, 1])
+
     def heads(x: torch.Tensor, name: str) -> torch.Tensor:  # (heads, tokens, D)
         return (x @ weight(name).T).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
 
@@ -131,25 +142,46 @@ def _block_states(
     groups = config.num_attention_heads // config.num_key_value_heads
     for index, kind in enumerate(config.layer_types):
         layer, attention = f"layers.{index}", f"layers.{index}.self_attn"
+
+        def attend(
+            inner: torch.Tensor, kind: str = kind, attention: str = attention
+        ) -> torch.Tensor:
+            both = torch.cat([context, inner])  # the context has no norm of this layer
+            queries = norm(heads(inner, f"{attention}.q_proj.weight"), f"{attention}.q_norm.weight")
+            keys = norm(heads(both, f"{attention}.k_proj.weight"), f"{attention}.k_norm.weight")
+            values = heads(both, f"{attention}.v_proj.weight").repeat_interleave(groups, 0)
+            queries = _turned(queries, slots, theta=config.rope_theta)
+            keys = _turned(keys, positions, theta=config.rope_theta).repeat_interleave(groups, 0)
+            scores = queries @ keys.transpose(1, 2) * config.head_dim**-0.5
+            if kind == "sliding_attention":
+                distance = slots[:, None] - positions
+                hidden = distance >= (config.sliding_window or 0)
+                if config.conv_kernel_size is None:  # a DFlash 2 is causal nowhere
+                    hidden |= distance < 0
+                scores = scores.masked_fill(hidden, float("-inf"))
+            mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
+            return mixed @ weight(f"{attention}.o_proj.weight").T
+
+        def feed(inner: torch.Tensor, layer: str = layer) -> torch.Tensor:
+            gate = functional.silu(inner @ weight(f"{layer}.mlp.gate_proj.weight").T)
+            up = inner @ weight(f"{layer}.mlp.up_proj.weight").T
+            return (gate * up) @ weight(f"{layer}.mlp.down_proj.weight").T
+
         inner = norm(x, f"{layer}.input_layernorm.weight")
-        both = torch.cat([context, inner])  # the context has no norm of this layer
-        queries = norm(heads(inner, f"{attention}.q_proj.weight"), f"{attention}.q_norm.weight")
-        keys = norm(heads(both, f"{attention}.k_proj.weight"), f"{attention}.k_norm.weight")
-        values = heads(both, f"{attention}.v_proj.weight").repeat_interleave(groups, 0)
-        queries = _turned(queries, slots, theta=config.rope_theta)
-        keys = _turned(keys, positions, theta=config.rope_theta).repeat_interleave(groups, 0)
-        scores = queries @ keys.transpose(1, 2) * config.head_dim**-0.5
-        if kind == "sliding_attention":
-            distance = slots[:, None] - positions
-            hidden = (distance < 0) | (distance >= (config.sliding_window or 0))
-            scores = scores.masked_fill(hidden, float("-inf"))
-        mixed = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-        x = x + mixed @ weight(f"{attention}.o_proj.weight").T
+        x = x + within(f"{layer}.attention_conv", inner, attend)
         inner = norm(x, f"{layer}.post_attention_layernorm.weight")
-        gate = functional.silu(inner @ weight(f"{layer}.mlp.gate_proj.weight").T)
-        up = inner @ weight(f"{layer}.mlp.up_proj.weight").T
-        x = x + (gate * up) @ weight(f"{layer}.mlp.down_proj.weight").T
+        x = x + within(f"{layer}.mlp_conv", inner, feed)
     return norm(x, "norm.weight")
+
+
+def _convolved(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+    """x (B, H) under each slot's own kernels (B, taps, H); tap t weighs the slot t before."""
+    return torch.stack(
+        [
+            sum((kernels[i, t] * x[i - t] for t in range(min(i + 1, kernels.shape[1]))), zero)
+            for i, zero in enumerate(torch.zeros_like(x))
+        ]
+    )
 
 
 def _turned(x: torch.Tensor, positions: torch.Tensor, *, theta: float) -> torch.Tensor:

@@ -48,7 +48,10 @@ from common.wire import (
 
 ADAM_BETAS = (0.9, 0.95)
 SHARD_POLL_S = 1.0
-DEFAULT_SHAPE = {"draft_layers": 5, "block_size": 16, "sliding_window": 2048}  # z-lab's
+DEFAULT_SHAPES = {  # z-lab's, by --draft
+    "dflash": {"draft_layers": 5, "block_size": 16, "sliding_window": 2048},
+    "dflash2": {"draft_layers": 5, "block_size": 8, "sliding_window": 2048},
+}
 ADDRESS = r"(grpc(\+tls|\+tcp)?://)?[^/,]+:\d+"
 
 
@@ -172,6 +175,7 @@ def drafter_config(
             "mask_token_id": (config.mask_token_id, mask_token_id),
         }
         shape = {
+            "draft": config.draft,
             "draft_layers": config.num_hidden_layers,
             "block_size": config.block_size,
             "sliding_window": config.sliding_window or 0,
@@ -188,7 +192,8 @@ def drafter_config(
             )
         vars(args).update(shape)
         return config
-    for name, value in DEFAULT_SHAPE.items():
+    args.draft = args.draft or "dflash"
+    for name, value in DEFAULT_SHAPES[args.draft].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     return DrafterConfig.for_target(
@@ -205,6 +210,7 @@ def drafter_config(
         block_size=args.block_size,
         mask_token_id=mask_token_id,
         sliding_window=args.sliding_window,
+        draft=args.draft,
     )
 
 
@@ -301,7 +307,7 @@ def load_weights(drafter: nn.Module, folder: Path) -> None:
 
 def build_drafter(
     config: DrafterConfig, args: argparse.Namespace, world: dist.World
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> tuple[Drafter, torch.optim.Optimizer]:
     """The drafter with fresh float32 weights, sharded over all ranks, and its AdamW."""
     drafter = Drafter(config, checkpoint_layers=args.checkpoint_layers)
     drafter.reset_parameters(seed=args.seed)
@@ -313,10 +319,10 @@ def build_drafter(
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
     )
-    for module in (*drafter.layers, drafter):
-        fully_shard(module, mesh=world.mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)  # gradients add up over ranks, as the loss does
-        module.set_force_sum_reduction_for_comms(True)
+    for module in drafter.shards:
+        sharded = fully_shard(module, mesh=world.mesh, mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)  # gradients add up over ranks, as the loss does
+        sharded.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(
         drafter.parameters(),
         lr=args.learning_rate,

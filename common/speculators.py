@@ -8,7 +8,7 @@ count from the embedding's output: one more than target_layer_ids.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.drafter import ARCHITECTURE, DrafterConfig
+from common.drafter import ARCHITECTURES, DrafterConfig
 from common.run import UserError
 
 # Tensors beside the drafter's own: the target's, and the maps of a reduced vocabulary.
@@ -86,7 +86,7 @@ def zlab_json(config: Mapping[str, Any], *, num_target_layers: int | None = None
             "torch_dtype": config.get("torch_dtype"),
             "num_target_layers": num_target_layers,
             **layers,
-            "architectures": [ARCHITECTURE],
+            "architectures": [ARCHITECTURES["dflash"]],
             "block_size": config["block_size"],
             "dflash_config": dflash,
         }

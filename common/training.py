@@ -127,7 +127,7 @@ def train_step(training: Training, ready: ReadyStep, *, data_wait_s: float) -> d
     rate = learning_rate(
         step, peak=args.learning_rate, warmup_ratio=args.warmup_ratio, horizon=state.horizon
     )
-    skipped = not (math.isfinite(sums.loss) and math.isfinite(grad_norm))
+    skipped = not all(map(math.isfinite, (sums.loss, sums.selector_loss, grad_norm)))
     if not skipped:
         for group in training.optimizer.param_groups:
             group["lr"] = rate
@@ -139,6 +139,7 @@ def train_step(training: Training, ready: ReadyStep, *, data_wait_s: float) -> d
         "step": step,
         "loss": None if skipped else sums.loss,
         "slot_accuracy": sums.correct / max(sums.supervised, 1),
+        **selector_metrics(training, sums, skipped=skipped),
         "grad_norm": None if skipped else grad_norm,
         "learning_rate": rate,
         "tokens": sums.tokens,
@@ -149,6 +150,16 @@ def train_step(training: Training, ready: ReadyStep, *, data_wait_s: float) -> d
         "data_wait_s": data_wait_s,
         "compute_s": compute_s,
         "tokens_per_s": sums.tokens / (data_wait_s + compute_s),
+    }
+
+
+def selector_metrics(training: Training, sums: StepSums, *, skipped: bool) -> dict[str, Any]:
+    """Those of a DFlash 2; its accuracy is with the true token before each slot given."""
+    if training.setup.config.draft == "dflash":
+        return {}
+    return {
+        "selector_loss": None if skipped else sums.selector_loss,
+        "selector_accuracy": sums.selector_correct / max(sums.supervised, 1),
     }
 
 

@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.drafter import ARCHITECTURE, CONFIG_FILE, WEIGHTS_FILE, Drafter, DrafterConfig
+from common.drafter import (
+    ARCHITECTURES,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Drafter,
+    DrafterConfig,
+    draft_kind,
+)
 from common.reference import reference_states, seeded_sample, training_states
 from common.run import UserError, print_table
 from common.speculators import ENDS, EXTRA_TENSORS, is_speculators, zlab_json
@@ -176,8 +183,9 @@ def check_zlab_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
     dflash = config.get("dflash_config") or {}
     if absent := {"mask_token_id", "target_layer_ids"} - dflash.keys():
         yield fault(f"dflash_config lacks {', '.join(sorted(absent))}, which engines read there")
-    if ARCHITECTURE not in (config.get("architectures") or ()):
-        yield fault(f'architectures lacks "{ARCHITECTURE}", by which engines find the class')
+    if not set(ARCHITECTURES.values()) & set(config.get("architectures") or ()):
+        named = ARCHITECTURES["dflash"]
+        yield fault(f'architectures lacks "{named}", by which engines find the class')
     if config.get("model_type") != "qwen3":
         yield fault(
             f'model_type is {config.get("model_type")}: must be "qwen3", the drafter\'s own'
@@ -252,7 +260,7 @@ def check_layer_types(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield fault("use_sliding_window is false, so transformers drops the window: set it to true")
     if not sliding and config.get("use_sliding_window"):
         yield warning("use_sliding_window is true, and no layer slides: set it to false")
-    if "is_causal" in config:
+    if "is_causal" in config and draft_kind(config) == "dflash":
         yield warning("is_causal overrides what each layer's type says: remove it")
 
 

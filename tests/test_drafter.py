@@ -129,7 +129,7 @@ def test_released_configs_are_read():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DFlash3DraftModel"]}, "DFlash3DraftModel"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 5}, "linear_attention"),
         ({"sliding_window": None}, "sliding_window"),
