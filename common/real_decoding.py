@@ -29,9 +29,7 @@ def target_to_decode(setup: Setup) -> Target:
     )
 
 
-def real_figures(
-    setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts
-) -> dict[str, Any]:
+def real_figures(setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts) -> dict[str, Any]:
     """Figures of the first --decode rows, greedy and sampled at --temperature.
 
     Every rank of a sharded drafter calls it, and decodes all rows. `walked` is the simulated figure

@@ -1,8 +1,8 @@
 """A drafter's output on a seeded input: as training computes it, and by the formulas alone.
 
-The second form shares no code with common/drafter.py and common/blocks.py. It is DFlash written
-from its definition (arXiv 2602.06036, z-lab/dflash model.py), one anchor at a time as in serving:
-what training and this agree on, an engine that follows the definition gives too.
+The second form shares no code with common/drafter.py and common/blocks.py. It is DFlash, and
+DFlash 2, written from its definition (arXiv 2602.06036, z-lab/dflash model.py), an anchor at a time
+as in serving: what training and this agree on, an engine that follows the definition gives too.
 
 Letters: S context tokens, N anchors, B slots of a block, L tapped layers, H hidden size.
 """
@@ -109,6 +109,26 @@ def reference_states(
             )
         )
     return torch.stack(outputs)
+
+
+def seeded_words(config: DrafterConfig) -> torch.Tensor:
+    """Some token ids, (8,) int64."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (8,), generator=generator)
+
+
+def reference_scores(
+    weight: Callable[[str], torch.Tensor], state: torch.Tensor, words: torch.Tensor
+) -> torch.Tensor:
+    """What a DFlash 2's selector gives, at a slot's state (H,), for each word after each: (8, 8).
+
+    Row: the word before.
+    """
+    name = "candidate_selector"
+    projected = weight(f"{name}.hidden_projection.weight").float() @ state
+    given = weight(f"{name}.predecessor_codebook")[words].float()
+    follows = weight(f"{name}.successor_codebook")[words].float()
+    return torch.einsum("ar,r,br->ab", given, projected, follows)
 
 
 def _block_states(

@@ -28,11 +28,18 @@ from common.drafter import (
     DrafterConfig,
     draft_kind,
 )
-from common.reference import reference_states, seeded_sample, training_states
+from common.reference import (
+    reference_scores,
+    reference_states,
+    seeded_sample,
+    seeded_words,
+    training_states,
+)
 from common.run import UserError, print_table
 from common.speculators import ENDS, EXTRA_TENSORS, is_speculators, zlab_json
 
 PREFIXES = ("model.", "module.", "draft_model.", "_orig_mod.")  # of wrappers around the drafter
+TINY = 1e-12  # a fresh selector scores 0
 CLOSENESS = 1e-2  # of the largest state; measured: 1.4e-5 at the shape of Qwen3.6-27B's
 FLOAT_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # safetensors' names
 
@@ -348,15 +355,22 @@ def check_finite(parts: Parts) -> Iterator[Finding]:
 
 def check_forward(parts: Parts) -> Iterator[Finding]:
     """The drafter built from the files, in training's form, against the formulas in float32."""
-    sample = seeded_sample(parts.shape)
-    got = training_states(read_drafter(parts.folder), sample)
-    want = reference_states(parts.file.get_tensor, parts.shape, sample)
-    off = float((got - want).abs().max() / want.abs().max())
-    if not off < CLOSENESS:
-        yield fault(
-            f"the training forward is {off:.2g} off the formulas on a seeded input: a fault of "
-            "this program, or weights that overflow float32"
-        )
+    sample, drafter = seeded_sample(parts.shape), read_drafter(parts.folder)
+    states = reference_states(parts.file.get_tensor, parts.shape, sample)
+    compared = {"forward": (training_states(drafter, sample), states)}
+    if drafter.candidate_selector is not None:
+        words = seeded_words(parts.shape)
+        scores = reference_scores(parts.file.get_tensor, states[0, 0], words)
+        with torch.no_grad():
+            got = drafter.candidate_selector(states[0, 0], words, words)
+        compared["selector"] = (got, scores)
+    for what, (got, want) in compared.items():
+        off = float((got - want).abs().max() / want.abs().max().clamp(min=TINY))
+        if not off < CLOSENESS:
+            yield fault(
+                f"the training {what} is {off:.2g} off the formulas on a seeded input: a fault of "
+                "this program, or weights that overflow float32"
+            )
 
 
 def read_drafter(folder: Path) -> Drafter:

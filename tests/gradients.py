@@ -2,11 +2,13 @@
 
     gradients.py TARGET OUTPUT MICRO_BATCH [MICRO_BATCH ...]
 
-For each loss and size of micro-batch rank 0 saves OUTPUT-LOSS-SIZE.safetensors: {"loss": ..., name:
-gradient} with the full gradients, before clipping.
+The drafter is of the kind that GRADIENTS_OF names, a DFlash by default. For each loss and size of
+micro-batch rank 0 saves OUTPUT-LOSS-SIZE.safetensors: {"loss": ..., name: gradient} with the full
+gradients, before clipping.
 """
 
 import itertools
+import os
 import sys
 
 import numpy as np
@@ -52,6 +54,7 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         )  # fmt: skip
         hidden_states = ColocatedHiddenStates(target, max_tokens_per_request=1000)
         flags = ["--data", "x", "--target", target_folder, "--output", "x", "--draft-layers", "2"]
+        flags += ["--draft", os.environ.get("GRADIENTS_OF", "dflash")]
         flags += ["--block-size", "8", "--sliding-window", "16", "--pack-length", "128"]
         args = trainer.parse_args(flags)
         args.layers = LAYERS

@@ -222,11 +222,11 @@ def chi_square_p(counts: torch.Tensor, chances: torch.Tensor) -> float:
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
-def counted_pairs(samples: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+def counted_pairs(samples: int, draw=None) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Counts (8, 8) of the two tokens after an anchor, their chances, and accepted drafts a step.
 
     The target's logits depend on the last token alone; a step that settles one token is followed
-    by a draw of the target's own.
+    by a draw of the target's own. `draw` makes the drafts, after token 0, instead of decoding.draw.
     """
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(CHOICES, CHOICES, generator=generator)
@@ -235,7 +235,7 @@ def counted_pairs(samples: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     counts, accepted = torch.zeros(CHOICES, CHOICES), 0
     options = {"temperature": TEMPERATURE, "generator": generator}
     for _ in range(samples):
-        draft = decoding.draw(drafted, **options)
+        draft = (draw or decoding.draw)(drafted, **options)
         seen = torch.cat([draft.tokens.new_zeros(1), draft.tokens])
         count, token = decoding.verify(draft, table[seen], **options)
         tokens = [*draft.tokens[:count].tolist(), token]

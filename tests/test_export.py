@@ -205,7 +205,7 @@ def wrong_mask(change):
     def patch(monkeypatch):
         right = common.blocks.mask_predicate
 
-        def wrong(pack, blocks, *, sliding_window):
+        def wrong(pack, blocks, *, sliding_window, causal):
             return wrongly(right, pack, change(blocks, sliding_window))
 
         monkeypatch.setattr(common.blocks, "mask_predicate", wrong)
@@ -272,7 +272,7 @@ ZLAB_FAULTS = [
     (put({"rope_type": "yarn", "factor": 4.0}, "rope_scaling"), "drafter", "rope_scaling"),
     (put(True, "attention_bias"), "drafter", "attention_bias"),
     (put(1e6, "rope_parameters", "rope_theta"), "rope", "must be the same"),
-    (put(["DFlash2DraftModel"], "architectures"), "drafter", "DFlash2DraftModel"),
+    (put(["DFlash3DraftModel"], "architectures"), "drafter", "DFlash3DraftModel"),
     (put("qwen3_5", "model_type"), "z-lab keys", "model_type"),
     (lambda c: c.pop("dflash_config") and c.update(mask_token_id=1, target_layer_ids=[0, 2, 4]),
      "z-lab keys", "dflash_config lacks mask_token_id, target_layer_ids"),

@@ -36,6 +36,10 @@ def make_config(window: int) -> DrafterConfig:
 
 @pytest.fixture
 def parts():
+    return make_parts()
+
+
+def make_parts():
     torch.manual_seed(0)
     length = 128
     documents = torch.full((length,), -1, dtype=torch.int32)
@@ -80,6 +84,7 @@ def training_output(drafter, pack, taps, table, *, change_blocks=None, change_pa
         layer_types=config.layer_types,
         sliding_window=config.sliding_window,
         attention="sdpa",
+        causal=config.causal,
     )
     output = drafter(
         taps,

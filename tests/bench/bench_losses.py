@@ -1,4 +1,4 @@
-"""What raises acceptance on the demo: losses, anchors, sliding layers, taps; at equal steps.
+"""What raises acceptance on the demo: losses, anchors, layers, taps, DFlash 2; at equal steps.
 
   python -m tests.bench.bench_losses [--steps 250] [--seeds 3]     or `make bench-losses`
 
@@ -45,6 +45,7 @@ ROWS = {
     "ce, twice the anchors": "--anchor-ratio 0.25",
     "ce, one layer slides over 32": "--sliding-window 32",
     "ce, 2 taps of 3": "--layers 0,2",
+    "ce, DFlash 2": "--draft dflash2",
 }
 FIGURES = ("eval_acceptance_length", "eval_walked_acceptance_length")
 
