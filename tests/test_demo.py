@@ -113,8 +113,10 @@ def test_the_drafter_learns_and_owes_it_to_the_hidden_states(
     data = tokenize_demo(completions, tmp_path / "data", target)
     command = ["--data", str(data), "--target", str(target), *TRAIN_FLAGS.split()]
     assert train_dflash_online.main([*command, "--output", str(tmp_path / "real")]) == 0
-    monkeypatch.setattr(setup, "ColocatedHiddenStates", NoiseForHiddenStates)
-    assert train_dflash_online.main([*command, "--output", str(tmp_path / "noise"), "--force"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(setup, "ColocatedHiddenStates", NoiseForHiddenStates)
+        noise = [*command, "--output", str(tmp_path / "noise"), "--force"]
+        assert train_dflash_online.main(noise) == 0
     before, after = last_walked_acceptance(tmp_path / "real")
     _, control = last_walked_acceptance(tmp_path / "noise")
     assert after >= 3 * before, (before, after)
