@@ -94,15 +94,21 @@ def write_hidden_states(
     folder: Path,
     on_rows: Callable[[int, int], None],
 ) -> None:
-    """Write what is not committed yet; `on_rows(rows, tokens)` is called after each file."""
+    """Write what is not committed yet.
+
+    `on_rows(rows, tokens)` is called as soon as those are computed, before their file is whole, or
+    once for all rows of a file that is there.
+    """
     file_tokens = FILE_BYTES // token_bytes(plan.description)
     for index, documents in enumerate(_loads(rows, max_tokens=file_tokens)):
         tokens = sum(map(len, documents))
         record = read_record(output, index)
-        if record is None or record["plan_sha256"] != plan.sha256:
+        if record is not None and record["plan_sha256"] == plan.sha256:
+            on_rows(len(documents), tokens)
+        else:
             name = f"hidden-{index:05}.safetensors"
             path = folder / name
-            save_file(_tensors(documents, hidden_states), path)
+            save_file(_tensors(documents, hidden_states, on_rows), path)
             check_stored_plan(output, plan)  # another writer may have begun at the same time
             output.upload(name, path)
             record = {
@@ -117,7 +123,6 @@ def write_hidden_states(
             }
             output.write(record_key(index), json_bytes(record))
             path.unlink()
-        on_rows(len(documents), tokens)
     check_stored_plan(output, plan)
 
 
@@ -145,13 +150,16 @@ def _loads(rows: Iterable[np.ndarray], *, max_tokens: int) -> Iterator[list[np.n
 
 
 def _tensors(
-    documents: Sequence[np.ndarray], hidden_states: ColocatedHiddenStates
+    documents: Sequence[np.ndarray],
+    hidden_states: ColocatedHiddenStates,
+    on_rows: Callable[[int, int], None],
 ) -> dict[str, torch.Tensor]:
     have = hidden_states.description
     parts: list[Taps] = []
     for request in _loads(documents, max_tokens=have.max_tokens_per_request):
         taps = hidden_states.compute(request, final=have.final)
         parts.append(Taps(taps.hidden.cpu(), None if taps.final is None else taps.final.cpu()))
+        on_rows(len(request), sum(map(len, request)))
     tensors = {
         "hidden": torch.cat([part.hidden for part in parts]),
         "offsets": torch.tensor(np.cumsum([0, *map(len, documents)]), dtype=torch.int64),

@@ -137,6 +137,21 @@ def test_rows_come_back_to_the_bit_and_others_are_refused(data, hidden_states, t
         reader.submit([rows[0][:-1]]).result()
 
 
+def test_progress_is_told_by_the_request_not_only_by_the_file(data, hidden_states, tmp_path):
+    dataset, plan = open_dataset(data, tmp_path)
+    output = open_store(str(tmp_path / "hidden"))
+    stored_plan = StoredPlan(hidden_states.description, plan.sha256, 60)
+    settle_stored_plan(output, stored_plan)
+    for several in (True, False):  # computed, then found there
+        counts = []
+        write_hidden_states(
+            first_rows(dataset, 60, timeout_s=0), hidden_states, output, stored_plan,
+            folder=tmp_path, on_rows=lambda *amounts, to=counts: to.append(amounts),
+        )  # fmt: skip
+        assert (len(counts) > 1) == several and sum(rows for rows, _ in counts) == 60
+    assert len(list((tmp_path / "hidden").glob("*.safetensors"))) == 1
+
+
 def test_a_killed_writer_goes_on_and_gives_the_same_files(
     data, hidden_states, tmp_path, monkeypatch
 ):
