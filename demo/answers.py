@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ProcessPoolExecutor(
             usable_cpus(),
             mp_context=multiprocessing.get_context("spawn"),  # torch's threads survive no fork
-            initializer=load_target,
+            initializer=start_worker,
             initargs=(args.target,),
         ) as pool,
     ):
@@ -104,10 +104,14 @@ def keep_whole_batches(output: Path, batches: Sequence[Sequence[Numbered]]) -> i
 # ---- in the worker processes
 
 
-def load_target(target: str) -> None:
-    global _target
+def start_worker(target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the work
     torch.set_num_threads(1)
+    load_target(target)
+
+
+def load_target(target: str) -> None:
+    global _target
     transformers_logging.disable_progress_bar()
     _target = ChatTokenizer.load(target), AutoModelForCausalLM.from_pretrained(target).eval()
 
