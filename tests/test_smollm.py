@@ -5,8 +5,10 @@ import json
 import torch
 from transformers import AutoModelForCausalLM
 
+import tokenize_completions
+import train_dflash_online
 from common.chat import ChatTokenizer
-from demo import answers
+from demo import answers, smollm
 from demo.smollm_tasks import FORMS, make_requests
 from tests.tiny_models import tiny_target
 from tests.tiny_tokenizer import build_tiny_tokenizer
@@ -19,6 +21,15 @@ def test_requests_are_the_same_every_time_and_none_comes_twice():
     assert requests == make_requests(800, seed=0) != make_requests(800, seed=1)
     assert len({request.question for request in requests}) == 800
     assert {request.kind for request in requests} == set(FORMS)
+
+
+def test_the_flags_are_those_that_the_scripts_have():
+    """The demo itself runs by hand only."""
+    folders = ["--data", "a", "--target", "b", "--output", "c"]
+    train_dflash_online.parse_args([*folders, *smollm.TRAIN_FLAGS.split()])
+    folders = ["--input", "a", "--output", "c", "--tokenizer", "b"]
+    args = tokenize_completions.parse_args([*folders, *smollm.TOKENIZE_FLAGS.split()])
+    assert args.mask_token == "<empty_output>" and not args.thinking
 
 
 def test_rows_that_end_leave_the_batch_and_change_no_other(tmp_path):
