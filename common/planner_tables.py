@@ -114,7 +114,7 @@ def split_rows(
         misfit = split_misfit(split, gpu)
         note = "" if misfit is None else f"  does not fit: {misfit}"
         if args.global_batch % (split.trainers * args.micro_batch):
-            note += f"  needs a --global-batch in {split.trainers * args.micro_batch}s"
+            note += f"  needs a --global-batch that {split.trainers * args.micro_batch} divides"
         rows.append((split.name, columns(values) + note))
     return rows
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from common import planner
 from common.blocks import Pack, decay_weights, make_blocks
@@ -59,6 +60,19 @@ def test_a_targets_flops_are_those_that_torch_counts(tmp_path, kind):
     expected = work.forward(len(ids)) - unseen + pairs
     assert len(work.attention) == (1 if kind == "qwen3_5" else 4)
     assert sum(flops.values()) / len(ids) == pytest.approx(expected, rel=2e-3)
+
+
+def test_of_experts_those_count_that_a_token_meets():
+    config = Qwen3MoeConfig(
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+        vocab_size=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        work = target_work(Qwen3MoeForCausalLM(config))
+    attention, router, expert = 64 * (64 + 32 + 32 + 64), 64 * 8, 3 * 64 * 48
+    assert work.matrices == 2 * 2 * (attention + router + 2 * expert)
+    assert work.layers > 2 * 8 * expert
 
 
 def test_a_drafters_flops_are_those_that_torch_counts():
@@ -193,7 +207,7 @@ def test_predicted_memory_is_what_a_step_takes():
         predicted.append(sum(items.values()) + ends + taps + waiting)
     ratios = [one / other for one, other in zip(predicted, measured, strict=True)]
     print([f"{size / 1e6:.0f} MB" for size in measured], ratios)
-    assert ratios == pytest.approx([1.0] * len(cases), abs=0.15)
+    assert min(ratios) > 0.95 and max(ratios) < 1.15  # rather too much than too little
 
 
 def test_sharding_divides_what_all_ranks_hold():
@@ -228,6 +242,7 @@ def test_what_does_not_fit_is_named(memory_gib, flags, found):
 def test_the_plan_of_the_27b(capsys):
     assert main(["--plan", "--target", QWEN]) == 0
     said = capsys.readouterr().out
+    assert "needs a --global-batch that 3 divides" in said
     for part in ("198 TFLOP", "125 TFLOP", "served 2+2", "h/1B tokens", "20.8GB each"):
         assert part in said
     assert said.splitlines()[-1].startswith("take colocated 4: 12,")
