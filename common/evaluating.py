@@ -112,21 +112,7 @@ def evaluate_only(
     held_out = held_out_rows(setup, subject)
     if world.is_main:
         log.info(f"evaluating drafter={subject.path} rows={held_out.rows}")
-    drafter.eval()
-    result = evaluate(
-        drafter,
-        setup.config,
-        setup.ends,
-        setup.hidden_states,
-        packs=held_out.packs,
-        num_anchors=setup.num_anchors,
-        gamma=args.gamma or DEFAULT_GAMMA,
-        temperature=args.temperature,
-        sample_controls=False,
-        seed=args.seed,
-        attention=args.attention,
-        world=world,
-    )
+    result = evaluate_rows(setup, drafter, held_out, sample_controls=False)
     real = None
     if args.decode:
         if world.is_main:
@@ -144,6 +130,30 @@ def evaluate_only(
         print_figures(report, args.output / HTML_FILE)
     world.barrier()
     return 0
+
+
+def evaluate_rows(
+    setup: Setup, drafter: Any, held_out: HeldOut, *, sample_controls: bool
+) -> Evaluation:
+    """Evaluate as the run's flags say; the drafter is left in training mode."""
+    args = setup.args
+    drafter.eval()
+    result = evaluate(
+        drafter,
+        setup.config,
+        setup.ends,
+        setup.hidden_states,
+        packs=held_out.packs,
+        num_anchors=setup.num_anchors,
+        gamma=args.gamma or DEFAULT_GAMMA,
+        temperature=args.temperature,
+        sample_controls=sample_controls,
+        seed=args.seed,
+        attention=args.attention,
+        world=setup.world,
+    )
+    drafter.train()
+    return result
 
 
 def held_out_rows(setup: Setup, subject: Subject) -> HeldOut:

@@ -14,12 +14,11 @@ from common import dist, run
 from common.batches import Cursor, HeldOut, held_out_packs, seen_shards
 from common.checkpoint import Checkpoints
 from common.drafting import StepSums, accumulate_gradients, micro_batches
-from common.evaluate import evaluate
+from common.evaluating import evaluate_rows
 from common.feed import ReadyStep
 from common.guards import Guards
 from common.journal import Journal
 from common.lifetime import StopRequest
-from common.losses import DEFAULT_GAMMA
 from common.memory import Memory, measure_memory
 from common.outcome import Pace
 from common.schedule import learning_rate
@@ -205,22 +204,7 @@ def evaluate_now(training: Training) -> None:
     if held_out.rows == 0:
         return
     training.tell(state="evaluating")
-    training.drafter.eval()
-    result = evaluate(
-        training.drafter,
-        setup.config,
-        setup.ends,
-        setup.hidden_states,
-        packs=held_out.packs,
-        num_anchors=setup.num_anchors,
-        gamma=args.gamma or DEFAULT_GAMMA,
-        temperature=args.temperature,
-        sample_controls=True,
-        seed=args.seed,
-        attention=args.attention,
-        world=setup.world,
-    )
-    training.drafter.train()
+    result = evaluate_rows(setup, training.drafter, held_out, sample_controls=True)
     training.evaluation = result
     training.tell(state="training", acceptance_length=result.walked_acceptance_length)
     if training.journal is not None:

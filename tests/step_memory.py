@@ -16,6 +16,7 @@ from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.feed import ReadyStep
 from common.setup import build_drafter
 from common.target import Taps
+from tests.bench.bench_step import status_bytes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 TOKENS, ANCHORS, HIDDEN, WIDE, WORDS = 128, 48, 512, 1536, 4096
@@ -93,10 +94,3 @@ def growth(forwards: int, checkpoint_layers: bool) -> int:
             world, shape(), forwards=forwards, anchors=ANCHORS, checkpoint_layers=checkpoint_layers
         )
         return status_bytes("VmHWM") - before
-
-
-def status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}")
