@@ -5,11 +5,14 @@ count. Attention counts the pairs that its mask lets through, as flex_attention 
 compute them. tests/test_planner.py compares with torch's FlopCounterMode.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.drafter import DrafterConfig
+import torch
+
+from common.drafter import Drafter, DrafterConfig
 from common.target import find_decoder
 
 DELTA_CHUNK = 64  # tokens that a linear-attention layer takes at once, in fla as in transformers
@@ -113,7 +116,8 @@ def visible_keys(config: DrafterConfig, document_tokens: float) -> dict[str, flo
     size = config.block_size
     return {
         "full_attention": mean_window(document_tokens, None) + size,
-        "sliding_attention": mean_window(document_tokens, config.sliding_window) + (size + 1) / 2,
+        "sliding_attention": mean_window(document_tokens, config.sliding_window)
+        + ((size + 1) / 2 if config.causal else size),
     }
 
 
@@ -129,19 +133,28 @@ def drafter_work(
     """FLOPs of a training step over `tokens` of context and `anchors` blocks.
 
     `supervised` slots meet the head: their logits, and the gradient from them, which is made in the
-    forward; with a `teacher` its logits too. No gradient goes to the head, or to hidden states.
+    forward; with a `teacher` its logits too, and once more for the candidates of a DFlash 2. No
+    gradient goes to the head, or to hidden states.
     """
     hidden, slots = config.hidden_size, anchors * config.block_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     layer = hidden * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    if config.conv_kernel_size is not None and config.conv_group_size is not None:
+        # two sublayers, each with the kernels of two convolutions
+        layer += 2 * hidden * (2 * config.conv_kernel_size * hidden // config.conv_group_size)
     pairs = slots * sum(visible[kind] for kind in config.layer_types)
+    scores, candidates = 0, 0
+    if config.selector_rank is not None and config.selector_top_k is not None:
+        candidates = 2 * supervised * hidden * config.vocab_size
+        scores = 2 * supervised * config.selector_rank * (hidden + config.selector_top_k)
     forward = {
         "fc": 2 * tokens * len(config.target_layer_ids) * hidden**2,
         "context": 2 * tokens * config.num_hidden_layers * 2 * hidden * keys,
         "blocks": 2 * slots * config.num_hidden_layers * layer,
         "attention": 4 * pairs * queries,
         "head": (6 if teacher else 4) * supervised * hidden * config.vocab_size,
+        "selector": candidates + scores,
     }
     backward = {
         "fc": forward["fc"],
@@ -149,13 +162,16 @@ def drafter_work(
         "blocks": 2 * forward["blocks"],
         "attention": BACKWARD_ATTENTION * forward["attention"],
         "head": 0,
+        "selector": 2 * scores,
     }
     return DrafterWork(forward, backward)
 
 
+@functools.cache
 def drafter_parameters(config: DrafterConfig) -> tuple[int, int]:
     """Parameters of one layer, and of all that is not in layers."""
-    hidden, dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    layer = hidden * (2 * queries + 2 * keys + 3 * config.intermediate_size) + 2 * hidden + 2 * dim
-    return layer, len(config.target_layer_ids) * hidden**2 + 2 * hidden
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    layers = sum(weight.numel() for weight in drafter.layers.parameters())
+    whole = sum(weight.numel() for weight in drafter.parameters())
+    return layers // config.num_hidden_layers, whole - layers

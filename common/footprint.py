@@ -75,6 +75,8 @@ def _layer_bytes(config: DrafterConfig, step: StepShape, slots: int) -> float:
         + key_bytes
         + 4 * width * config.intermediate_size
     )
+    if config.conv_kernel_size is not None:  # of four convolutions kernels and inputs by tap
+        slot += (8 * config.conv_kernel_size + 2) * width * config.hidden_size
     return slots * slot + step.tokens * key_bytes
 
 
@@ -92,7 +94,10 @@ def _saved_bytes(config: DrafterConfig, step: StepShape, slots: int) -> float:
 def _loss_bytes(config: DrafterConfig, step: StepShape) -> float:
     supervised = step.anchors * (config.block_size - 1)
     tile = step.tile_bytes * (TEACHER_ARRAYS if step.teacher else 1 if step.width == 4 else 1.5)
-    return tile + supervised * config.hidden_size * (4 + 2 * step.width)
+    selected = 0
+    if config.selector_rank is not None and config.selector_top_k is not None:
+        selected = config.selector_rank * config.selector_top_k * (4 + step.width)
+    return tile + supervised * (config.hidden_size * (4 + 2 * step.width) + selected)
 
 
 def _backward_bytes(config: DrafterConfig, step: StepShape, slots: int) -> float:

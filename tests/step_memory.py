@@ -22,7 +22,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 TOKENS, ANCHORS, HIDDEN, WIDE, WORDS = 128, 48, 512, 1536, 4096
 
 
-def shape(hidden_size: int = HIDDEN, intermediate_size: int = WIDE) -> DrafterConfig:
+def shape(draft: str, hidden_size: int = HIDDEN, intermediate_size: int = WIDE) -> DrafterConfig:
     return DrafterConfig.for_target(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -37,6 +37,7 @@ def shape(hidden_size: int = HIDDEN, intermediate_size: int = WIDE) -> DrafterCo
         block_size=16,
         mask_token_id=9,
         sliding_window=2048,
+        draft=draft,
     )
 
 
@@ -77,7 +78,7 @@ def two_steps(
         optimizer.zero_grad()
 
 
-def growth(forwards: int, checkpoint_layers: bool) -> int:
+def growth(draft: str, forwards: int, checkpoint_layers: bool) -> int:
     """Bytes that the peak rises over what is there before drafter, embedding and head are made.
 
     For a process of its own. A tiny step comes first, so that no code is loaded in between.
@@ -87,10 +88,14 @@ def growth(forwards: int, checkpoint_layers: bool) -> int:
     libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)  # what is freed goes back at once, as on a GPU
     libc.mallopt(M_TRIM_THRESHOLD, 0)
     with dist.start("cpu") as world:
-        two_steps(world, shape(128, 128), forwards=2, anchors=2, checkpoint_layers=True)
+        two_steps(world, shape(draft, 128, 128), forwards=2, anchors=2, checkpoint_layers=True)
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak starts from here
         before = status_bytes("VmRSS")
         two_steps(
-            world, shape(), forwards=forwards, anchors=ANCHORS, checkpoint_layers=checkpoint_layers
+            world,
+            shape(draft),
+            forwards=forwards,
+            anchors=ANCHORS,
+            checkpoint_layers=checkpoint_layers,
         )
         return status_bytes("VmHWM") - before

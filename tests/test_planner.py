@@ -1,5 +1,6 @@
 """The planner: FLOPs as torch counts them, memory as measured, the 27B case as worked by hand."""
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from common.gpus import GPUS, Gpu, copy_rate, matmul_rate
 from common.loss import TILE_BYTES, weighted_loss
 from common.plan import InputRange, Plan
 from common.run import UsageError, UserError
+from common.selection import selector_loss
 from common.target import Target, build_without_weights
 from common.target_files import target_facts
 from tests import step_memory
@@ -75,8 +77,11 @@ def test_of_experts_those_count_that_a_token_meets():
     assert work.layers > 2 * 8 * expert
 
 
-def test_a_drafters_flops_are_those_that_torch_counts():
+@pytest.mark.parametrize("dflash2", [False, True])
+def test_a_drafters_flops_are_those_that_torch_counts(dflash2):
+    added = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=8, selector_top_k=4)
     config = tiny_drafter_config(
+        **(added if dflash2 else {}),
         hidden_size=64, intermediate_size=96, vocab_size=640, block_size=8, mask_token_id=9,
         target_layer_ids=(1, 3), layer_types=("sliding_attention",) * 2 + ("full_attention",),
         sliding_window=16, max_position_embeddings=64,
@@ -93,6 +98,7 @@ def test_a_drafters_flops_are_those_that_torch_counts():
         block_size=8, mask_token_id=9,
     )  # fmt: skip
     drafter, head = Drafter(config), torch.randn(640, 64)
+    drafter.reset_parameters(seed=0)
     taps, slots = torch.randn(1, tokens, 128), torch.randn(1, anchors * 8, 64)
     losses = []
 
@@ -109,10 +115,20 @@ def test_a_drafters_flops_are_those_that_torch_counts():
         visible=dict.fromkeys(config.layer_types, tokens + anchors * 8), teacher=False,
     )  # fmt: skip
     once, back = dict(work.forward), dict(work.backward)
+    selecting, scoring = once.pop("selector"), back.pop("selector")
     assert forwards["aten.bmm"] == once.pop("attention")
     assert forwards["aten.mm"] == sum(once.values())
     assert backwards["aten.mm"] == sum(back.values()) - back["attention"]
     assert backwards["aten.bmm"] == 2 * work.forward["attention"]  # without the scores made again
+    if dflash2:
+        states = torch.randn(anchors * 8, 64, requires_grad=True)
+        sums = []
+        of_slots = torch.ones(int(blocks.supervised.sum()))
+        select = functools.partial(
+            selector_loss, drafter.candidate_selector, states, head, blocks, of_slots, top_k=4
+        )
+        assert sum(counted(lambda: sums.append(select())).values()) == selecting
+        assert sum(counted(lambda: sums[0].loss.backward()).values()) == scoring
     layer, rest = drafter_parameters(config)
     assert 3 * layer + rest == sum(weight.numel() for weight in drafter.parameters())
 
@@ -190,12 +206,12 @@ def test_a_slow_link_is_the_limit():
 
 
 def test_predicted_memory_is_what_a_step_takes():
-    cases = [(1, False), (2, False), (1, True)]
+    cases = [("dflash", 1, False), ("dflash", 2, False), ("dflash", 1, True), ("dflash2", 1, False)]
     with FORKS.Pool(1, maxtasksperchild=1) as pool:
         measured = pool.starmap(step_memory.growth, cases, chunksize=1)
-    config, tokens = step_memory.shape(), step_memory.TOKENS
-    predicted = []
-    for forwards, checkpoint_layers in cases:
+    tokens, predicted = step_memory.TOKENS, []
+    for draft, forwards, checkpoint_layers in cases:
+        config = step_memory.shape(draft)
         step = StepShape(
             ranks=1, forwards=forwards, tokens=tokens, anchors=step_memory.ANCHORS, width=4,
             tile_bytes=TILE_BYTES["cpu"], teacher=False, checkpoint_layers=checkpoint_layers,
