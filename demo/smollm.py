@@ -27,6 +27,7 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET, COMPLETIONS = f"{WORK}/target", f"{WORK}/completions"
 TOKENS, HIDDEN, RUN = f"{WORK}/tokens", f"{WORK}/hidden", f"{WORK}/run"
 COUNT = 800
+DECODED = 4  # held-out rows that are decoded for real, greedy and sampled
 MAX_TRAINERS = 2  # more would need larger batches
 
 # The model does not think, and its vocabulary has no <|audio_start|>: another token that no text
@@ -106,6 +107,7 @@ def steps() -> list[Step]:
             [
                 *("train_dflash_online.py", "--eval-only", "--data", TOKENS, "--target", TARGET),
                 *("--hidden-states", HIDDEN, "--output", RUN),
+                *("--decode", str(DECODED)),
             ],
         ),
     ]
