@@ -628,6 +628,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         try:
             if args.eval_only:  # beside a run that goes on, if need be: its files are left alone
+                run.raise_on_signals()  # there is nothing to save
                 with contextlib.ExitStack() as closing:
                     return evaluate_only(args, world, log, stop, closing, free_flags=FREE_FLAGS)
             with (

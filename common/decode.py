@@ -84,7 +84,7 @@ def decode_figures(results: Sequence[Decoded]) -> DecodeFigures:
         completions=len(results),
         tokens=tokens,
         steps=len(accepted),
-        tokens_per_step=1 + sum(accepted) / max(1, len(accepted)),
+        tokens_per_step=(sum(accepted) + len(accepted)) / len(accepted) if accepted else 1.0,
         mean_tokens_per_step=sum(means) / len(means) if means else 1.0,
         tokens_per_s=(tokens - len(results)) / seconds if seconds else 0.0,
         accepted_counts=tuple(np.bincount(accepted).tolist()) if accepted else (),

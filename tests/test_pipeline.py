@@ -28,7 +28,7 @@ def chain(tmp_path):
         "PYTHON": sys.executable,
         "TOKENIZE_FLAGS": "--num-shards 3 --max-length 256 --min-loss-tokens 4",
         "EXTRACT_FLAGS": EXTRACT_FLAGS,
-        "TRAIN_FLAGS": TRAIN_FLAGS.replace("--max-steps 250", "--max-steps 4"),
+        "TRAIN_FLAGS": TRAIN_FLAGS.replace("--max-steps 250", "--max-steps 4 --force"),
     }
 
 
