@@ -52,7 +52,7 @@ class Decoded:
     @property
     def tokens_per_step(self) -> float:
         """Accepted drafts and the bonus token of a mean verify step; 1 without any step."""
-        return 1 + sum(self.accepted) / max(1, self.steps)
+        return _tokens_per_step(self.accepted)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,16 @@ def decode_figures(results: Sequence[Decoded]) -> DecodeFigures:
         completions=len(results),
         tokens=tokens,
         steps=len(accepted),
-        tokens_per_step=(sum(accepted) + len(accepted)) / len(accepted) if accepted else 1.0,
+        tokens_per_step=_tokens_per_step(accepted),
         mean_tokens_per_step=sum(means) / len(means) if means else 1.0,
         tokens_per_s=(tokens - len(results)) / seconds if seconds else 0.0,
         accepted_counts=tuple(np.bincount(accepted).tolist()) if accepted else (),
     )
+
+
+def _tokens_per_step(accepted: Sequence[int]) -> float:
+    """Divided as walked_acceptance's tokens by its steps are, so that equal figures are equal."""
+    return (sum(accepted) + len(accepted)) / len(accepted) if accepted else 1.0
 
 
 def pack_rows_apart(packs: Iterable[PackedRows]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

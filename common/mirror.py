@@ -109,30 +109,30 @@ class Mirror:
 
     def _download(self, step: int, partial: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
-        for file in self._record(step)["files"]:
-            key, path = f"{step_name(step)}/{file['name']}", partial / file["name"]
+        for name, entry in self._recorded_files(step).items():
+            key, path = f"{step_name(step)}/{name}", partial / name
             if path.parent != partial:
-                raise _Damaged(f"{self.uri}: {file['name']!r} is no file of a checkpoint")
+                raise _Damaged(f"{self.uri}: {name!r} is no file of a checkpoint")
             try:
                 self._store.download(key, path)
             except ObjectMissing as error:
                 raise _Damaged(str(error)) from error
-            if _entry(path, file_facts(path)) != file:
+            if _entry(path, file_facts(path)) != entry:
                 raise _Damaged(f"{self.uri}: {key} is not what its record says")
 
-    def _record(self, step: int) -> dict[str, Any]:
+    def _recorded_files(self, step: int) -> dict[str, dict[str, Any]]:
+        """The entries of a checkpoint's record, by name."""
         key = f"{step_name(step)}.json"
         try:
             record = json.loads(self._store.read(key))
-            version = record["version"]
-            _ = [file["name"] for file in record["files"]]
+            version, files = record["version"], {file["name"]: file for file in record["files"]}
         except (ObjectMissing, ValueError, KeyError, TypeError) as error:
             raise _Damaged(f"{self.uri}: {key} cannot be read ({error!r})") from error
         if version != RECORD_VERSION:
             raise UserError(
                 f"{self.uri}: {key} has version {version}, this trainer reads {RECORD_VERSION}"
             )
-        return record
+        return files
 
     # ---- into the store
 
@@ -180,7 +180,7 @@ class Mirror:
         """Whether the record is of this checkpoint, not of one of the same step and other state."""
         try:
             state = path / STATE_FILE
-            return _entry(state, file_facts(state)) in self._record(step)["files"]
+            return self._recorded_files(step).get(STATE_FILE) == _entry(state, file_facts(state))
         except (_Damaged, FileNotFoundError):  # removed since the listing
             return False
 

@@ -74,7 +74,7 @@ class Status:
 
     def _copy(self) -> None:
         assert self._mirror is not None
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(OSError, UserError):  # a folder's disk may be full
             self._mirror.write(STATUS_FILE, self._bytes())
 
 
