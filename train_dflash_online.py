@@ -473,7 +473,7 @@ def open_feed(training: Training) -> StepFeed:
         num_shards=dataset.num_shards,
         open_shard=open_shard,
         prefetch=dataset.prefetch,
-        plan_sha256=dataset.plan.sha256,
+        order_key=dataset.plan.order_key,
         seed=args.seed,
         epochs=args.epochs,
         pack_length=args.pack_length,

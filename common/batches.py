@@ -84,11 +84,11 @@ def seeded_generator(*parts: object) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
 
 
-def shard_order(num_shards: int, *, epoch: int, seed: int, plan_sha256: str) -> list[int]:
+def shard_order(num_shards: int, *, epoch: int, seed: int, order_key: str) -> list[int]:
     """The shards of an epoch: plan order first (they may still be written), shuffled later."""
     if epoch == 0:
         return list(range(num_shards))
-    generator = seeded_generator("shards", seed, epoch, plan_sha256)
+    generator = seeded_generator("shards", seed, epoch, order_key)
     return [int(index) for index in generator.permutation(num_shards)]
 
 
@@ -162,7 +162,7 @@ class StepStream:
         num_shards: int,
         open_shard: Callable[[int], Shard],
         prefetch: Callable[[int], None],
-        plan_sha256: str,
+        order_key: str,
         seed: int,
         epochs: int,
         pack_length: int,
@@ -173,7 +173,7 @@ class StepStream:
         assert pack_length % PACK_MULTIPLE == 0, pack_length
         self._num_shards, self._epochs = num_shards, epochs
         self._open_shard, self._prefetch = open_shard, prefetch
-        self._plan_sha256, self._seed = plan_sha256, seed
+        self._order_key, self._seed = order_key, seed
         self._pack_length, self._global_batch = pack_length, global_batch
         self._eval_fraction, self._on_shard = eval_fraction, on_shard
 
@@ -197,7 +197,7 @@ class StepStream:
 
     def _shard_at(self, cursor: Cursor) -> int:
         order = shard_order(
-            self._num_shards, epoch=cursor.epoch, seed=self._seed, plan_sha256=self._plan_sha256
+            self._num_shards, epoch=cursor.epoch, seed=self._seed, order_key=self._order_key
         )
         return order[cursor.position]
 
@@ -225,7 +225,7 @@ class StepStream:
         usable = _has_anchor(shard, pack_length=self._pack_length)
         rows = np.flatnonzero(~held_out & usable)
         lengths = np.minimum(shard.lengths, self._pack_length)[rows]
-        generator = seeded_generator("rows", self._seed, epoch, self._plan_sha256, shard.index)
+        generator = seeded_generator("rows", self._seed, epoch, self._order_key, shard.index)
         packs = pack_rows(lengths, pack_length=self._pack_length, generator=generator)
         if self._on_shard is not None:
             lost = shard.lengths[rows] - lengths

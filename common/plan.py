@@ -86,6 +86,17 @@ class Plan:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @property
+    def order_key(self) -> str:
+        """What seeds the order of rows in training: the same for copies of the same inputs.
+
+        sha256 of the plan without etags; those of local files are times.
+        """
+        parts = [[dataclasses.replace(part, etag="") for part in shard] for shard in self.shards]
+        prompts = [dataclasses.replace(entry, etag="") for entry in self.prompts]
+        bare = dataclasses.replace(self, prompts=tuple(prompts), shards=tuple(map(tuple, parts)))
+        return bare.sha256
+
+    @property
     def planned_bytes(self) -> int:
         return sum(self.shard_bytes(index) for index in range(len(self.shards)))
 

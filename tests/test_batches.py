@@ -63,7 +63,7 @@ def make_stream(shards: list[MemoryShard], **changes) -> StepStream:
         num_shards=len(shards),
         open_shard=lambda index: shards[index],
         prefetch=lambda index: None,
-        plan_sha256="plan",
+        order_key="plan",
         seed=0,
         epochs=2,
         pack_length=256,
@@ -113,12 +113,12 @@ def test_the_last_step_of_a_shard_is_filled_with_empty_packs():
 
 
 def test_first_epoch_follows_the_plan_and_later_ones_are_shuffled():
-    orders = [shard_order(20, epoch=epoch, seed=1, plan_sha256="p") for epoch in range(3)]
+    orders = [shard_order(20, epoch=epoch, seed=1, order_key="p") for epoch in range(3)]
     assert orders[0] == list(range(20))
     assert sorted(orders[1]) == sorted(orders[2]) == orders[0]
     assert orders[1] != orders[2] != orders[0]
-    assert orders[1] == shard_order(20, epoch=1, seed=1, plan_sha256="p")
-    assert orders[1] != shard_order(20, epoch=1, seed=2, plan_sha256="p")
+    assert orders[1] == shard_order(20, epoch=1, seed=1, order_key="p")
+    assert orders[1] != shard_order(20, epoch=1, seed=2, order_key="p")
 
 
 def test_long_tailed_rows_fill_packs_to_97_percent():
@@ -208,7 +208,7 @@ def test_a_shard_is_let_go_before_the_next_one_and_that_one_is_fetched_ahead():
     )
     for step in stream.steps(Cursor()):
         assert step.packs and len(living) == 1
-    order = [*range(3), *shard_order(3, epoch=1, seed=0, plan_sha256="plan")]
+    order = [*range(3), *shard_order(3, epoch=1, seed=0, order_key="plan")]
     assert [index for event, index in events if event == "open"] == order
     assert [index for event, index in events if event == "ahead"] == order[1:]
 

@@ -1,5 +1,6 @@
 """The plan partitions bytes exactly; shards are byte-equal, whole or refused; readers wait."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -76,6 +77,17 @@ def test_the_plan_round_trips_and_changes_change_its_hash():
     for bad in (b"{}", b"no json", plan.to_bytes().replace(b'"version": 1', b'"version": 9')):
         with pytest.raises(UserError, match="plan.json"):
             Plan.from_bytes(bad)
+
+
+def test_a_copy_of_the_inputs_trains_in_the_same_order():
+    copied = make_plan(
+        shards=tuple(
+            tuple(dataclasses.replace(part, etag="later") for part in shard)
+            for shard in make_plan().shards
+        )
+    )
+    assert copied.sha256 != make_plan().sha256 and copied.order_key == make_plan().order_key
+    assert make_plan(tokenizer_sha256="u").order_key != make_plan().order_key
 
 
 def rows(count, seed=0):
