@@ -8,7 +8,7 @@ rows (greedy, teacher-forced): over all anchors, and walked as in serving. A see
 held-out rows, so the spread between seeds holds theirs; the last column compares rows of the same
 seed. Read it with care: the target has 0.2 M parameters and speaks in five templates.
 
-Random against fixed anchors is not compared: the trainer has no fixed ones.
+Fixed anchors, which the trainer does not offer, come from tests/bench/fixed_anchors.py.
 
 Finished cells are kept in .demo/bench-losses/cells.json and not made again: remove it after a
 change that trains another drafter.
@@ -31,7 +31,7 @@ from demo.target import target_folder
 from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER
 
 FOLDER = WORK / "bench-losses"
-BASE = "ce, gamma 4"
+BASE, FIXED = "ce, gamma 4", "ce, fixed anchors"
 # what each row changes in the demo's flags, where a later one wins
 ROWS = {
     BASE: "",
@@ -43,6 +43,7 @@ ROWS = {
     "ce+tv, gamma 4": "--loss ce+tv",
     "ce, half the anchors": "--anchor-ratio 0.0625",
     "ce, twice the anchors": "--anchor-ratio 0.25",
+    FIXED: "",
     "ce, one layer slides over 32": "--sliding-window 32",
     "ce, 2 taps of 3": "--layers 0,2",
     "ce, DFlash 2": "--draft dflash2",
@@ -64,15 +65,17 @@ def tokenized(target: Path, log: Any) -> Path:
     return data
 
 
-def train_cell(data: Path, target: Path, flags: Sequence[str], log: Any) -> dict[str, float]:
+def train_cell(
+    trainer: Sequence[str], data: Path, target: Path, flags: Sequence[str], log: Any
+) -> dict[str, float]:
     """Train one drafter; its FIGURES at the end. Raises UserError when the trainer fails."""
     output = FOLDER / "run"
     shutil.rmtree(output, ignore_errors=True)
     command = [
-        *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
+        *(sys.executable, *trainer, "--data", str(data), "--target", str(target)),
         *("--output", str(output), *flags),
     ]
-    result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     if result.returncode:
         raise run.UserError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
     last = [entry for entry in read_metrics(output) if "eval_loss" in entry][-1]
@@ -117,9 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 *(*TRAIN_FLAGS.split(), "--max-steps", steps, "--eval-every", steps),
                 *("--save-every", steps, "--seed", str(seed), *changes.split()),
             ]
-            key = " ".join([target.name, *flags])
+            trainer = ["-m", "tests.bench.fixed_anchors"] if name == FIXED else [TRAINER]
+            key = " ".join([*trainer[1:], target.name, *flags])
             if key not in known:
-                known[key] = train_cell(data, target, flags, log)
+                known[key] = train_cell(trainer, data, target, flags, log)
                 run.write_atomic(kept, run.json_bytes(known))
             found[name].append(known[key])
     title = (
