@@ -33,7 +33,7 @@ from torch import nn
 
 from common import checkpoint, dist, run
 from common.batches import PACK_MULTIPLE, Cursor, ShardPacking, StepStream
-from common.drafter import ARCHITECTURES
+from common.drafter_config import ARCHITECTURES
 from common.evaluating import evaluate_only, run_defaults
 from common.export import FORMATS, export, export_config, exported_layout
 from common.feed import ReadyStep, StepFeed

@@ -21,7 +21,8 @@ from common.blocks import (
     sample_anchors,
 )
 from common.dist import World
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.feed import ReadyStep
 from common.guards import tap_figures
 from common.loss import LossSums

@@ -29,7 +29,8 @@ from common.acceptance import (
 from common.batches import PackedRows, seeded_generator
 from common.blocks import Blocks, Pack, decay_weights, legal_anchors, make_blocks
 from common.dist import World
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.drafting import TargetEnds, draft_blocks, padded_taps, tensor_pack
 from common.run import UserError
 from common.target import Taps

@@ -17,7 +17,7 @@ from common import checkpoint, run
 from common.batches import Cursor, HeldOut, held_out_packs, seen_shards
 from common.breakdown import break_down, rows_of
 from common.dist import World
-from common.drafter import DrafterConfig
+from common.drafter_config import DrafterConfig
 from common.evaluate import evaluate
 from common.evaluation_report import HTML_FILE, write_report
 from common.lifetime import StopRequest

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from common.dist import World
-from common.drafter import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig
+from common.drafter_config import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig
 from common.reference import seeded_sample, training_states
 from common.run import UserError, format_bytes, json_bytes, write_atomic
 from common.speculators import ENDS, is_speculators, speculators_json

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.target import find_decoder
 
 DELTA_CHUNK = 64  # tokens that a linear-attention layer takes at once, in fla as in transformers

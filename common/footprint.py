@@ -7,7 +7,7 @@ weights, gradients and moments over all ranks, a layer gathered while it runs.
 
 from dataclasses import dataclass
 
-from common.drafter import DrafterConfig
+from common.drafter_config import DrafterConfig
 from common.flops import TargetWork, drafter_parameters
 from common.target import MAX_BATCH_TOKENS
 

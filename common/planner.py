@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common.drafter import DrafterConfig
+from common.drafter_config import DrafterConfig
 from common.flops import (
     DrafterWork,
     TargetWork,

@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from common.blocks import Pack, dense_mask, make_blocks
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 
 Sublayer = Callable[[torch.Tensor], torch.Tensor]
 STRETCH = 16  # context tokens of the first stretch, half of the second's

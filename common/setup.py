@@ -20,7 +20,8 @@ from common.batches import PACK_MULTIPLE
 from common.cache import file_sha256
 from common.checkpoint import Checkpoints
 from common.client import ServedHiddenStates
-from common.drafter import CONFIG_FILE, WEIGHTS_FILE, Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
 from common.losses import needs_teacher

@@ -8,7 +8,7 @@ count from the embedding's output: one more than target_layer_ids.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.drafter import ARCHITECTURES, DrafterConfig
+from common.drafter_config import ARCHITECTURES, DrafterConfig
 from common.run import UserError
 
 # Tensors beside the drafter's own: the target's, and the maps of a reduced vocabulary.

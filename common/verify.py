@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.drafter import (
+from common.drafter import Drafter
+from common.drafter_config import (
     ARCHITECTURES,
     CONFIG_FILE,
     WEIGHTS_FILE,
-    Drafter,
     DrafterConfig,
     draft_kind,
 )

@@ -11,7 +11,7 @@ import torch
 
 from common import dist
 from common.batches import PackedRows
-from common.drafter import DrafterConfig
+from common.drafter_config import DrafterConfig
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches
 from common.feed import ReadyStep
 from common.setup import build_drafter

@@ -30,7 +30,8 @@ from common.blocks import (
 )
 from common.decode import draw_walk
 from common.dflash2 import CandidateSelector, ConvolvedSublayer
-from common.drafter import DFLASH2_SHAPE, Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DFLASH2_SHAPE, DrafterConfig
 from common.drafting import accumulate_gradients, draft_blocks, tensor_pack
 from common.loss import weighted_loss
 from common.losses import block_loss

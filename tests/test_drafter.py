@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from common.drafter import Drafter, DrafterConfig, rotary_table, rotate
+from common.drafter import Drafter, rotary_table, rotate
+from common.drafter_config import DrafterConfig
 from common.run import UserError
 from common.target_files import default_target_layers
 

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 from common import dist
 from common.attention import num_compiled_graphs
 from common.blocks import dense_mask, flex_mask
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches, padded_taps
 from common.feed import ReadyStep
 from common.losses import LOSSES

@@ -17,7 +17,8 @@ import common.drafter
 import common.export
 import train_dflash_online
 from common import dist
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.export import export, exported_layout, publish
 from common.reference import reference_states, seeded_sample, training_states
 from common.run import UserError

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.guards import BAND_STEPS, MAX_SKIPPED, Guards, HiddenStateBand, tap_figures
 from common.journal import Journal, read_metrics
 from common.run import UserError

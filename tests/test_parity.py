@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from common.blocks import Pack, layer_masks, make_blocks
-from common.drafter import ContextCache, Drafter, DrafterConfig
+from common.drafter import ContextCache, Drafter
+from common.drafter_config import DrafterConfig
 from tests.tiny_models import tiny_drafter_config
 
 HIDDEN, LAYERS, WORDS, MASK, SIZE = 32, 3, 50, 49, 6

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import train_dflash_online
 from common.checkpoint import read_state
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.losses import LOSSES
 from common.run import UserError
 from tests import forked

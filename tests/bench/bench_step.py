@@ -34,7 +34,8 @@ from common.blocks import (
     make_blocks,
     sample_anchors,
 )
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 from common.drafting import TargetEnds, draft_blocks
 from common.loss import weighted_loss
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from common.blocks import Pack, layer_masks, make_blocks
-from common.drafter import Drafter, DrafterConfig
+from common.drafter import Drafter
+from common.drafter_config import DrafterConfig
 
 LENGTH, SIZE, ANCHORS = 512, 16, 64
 
