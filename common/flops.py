@@ -14,7 +14,7 @@ import torch
 
 from common.drafter import Drafter
 from common.drafter_config import DrafterConfig
-from common.target import find_decoder
+from common.target_model import find_decoder
 
 DELTA_CHUNK = 64  # tokens that a linear-attention layer takes at once, in fla as in transformers
 BACKWARD_ATTENTION = 2.5  # of the forward: flash kernels make the scores again

@@ -29,7 +29,7 @@ from common.losses import needs_teacher
 from common.run import UsageError, UserError, format_bytes
 from common.setup import drafter_config, given_config, settle_layers
 from common.shards import TokenizedDataset
-from common.target import build_without_weights
+from common.target_model import build_without_weights
 
 TARGET_SHARE, DRAFTER_SHARE = 0.50, 0.45  # of the peak, of a forward and of training
 RESERVED_BYTES = 3 << 30  # of a GPU: its CUDA context, libraries' buffers, fragments

@@ -6,13 +6,11 @@ recurrent layers alike; they are never packed into one row, since recurrent laye
 from one document to the next. A hidden state depends on (target, layers, the request's documents).
 """
 
-import copy
 import functools
 import hashlib
 import json
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging as transformers_logging
+from transformers import DynamicCache
 
 from common.run import UserError
-from common.target_files import (
-    check_files,
-    check_layers,
-    first_bytes,
-    one_line,
-    read_config,
-    target_facts,
-)
+from common.target_files import check_layers, first_bytes, target_facts
+from common.target_model import find_decoder, kernels_in_use, load_model
 
 # of config.json: what changes the states of the same weights
 STATE_FACTS = (
@@ -54,15 +45,7 @@ STATE_FACTS = (
 MAX_BATCH_TOKENS = 8192  # of a forward, padding included
 MIN_ROW_TOKENS = 64  # that a row costs at least: linear attention works in chunks of 64
 CHECKED_SHAPE = (2, 33)  # of the ids that taps are checked on
-# of transformers' modeling files, which call a kernel where its package can be used
-LINEAR_ATTENTION_FUNCTIONS = {
-    "flash-linear-attention": "torch_chunk_gated_delta_rule",
-    "causal-conv1d": "causal_conv1d_fn",
-}
 GROUP_SPREAD = 0.5  # documents share a forward when the shortest has this share of the longest
-
-transformers_logging.disable_progress_bar()
-transformers_logging.set_verbosity_error()  # it would list the layers that are left out
 
 
 @dataclass(frozen=True)
@@ -132,32 +115,8 @@ class Target:
         that are missing, which transformers would fill with random ones.
         """
         check_layers(layers, target_facts(path).num_layers)
-        config = read_config(path)
-        if Path(path).is_dir():
-            check_files(Path(path))
-        if not final:
-            config = _cut_config(config, max(layers) + 1)
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                device_map={"": device},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are reported, and refused below
-                trust_remote_code=False,
-            )
-        except Exception as error:  # as for the config
-            raise UserError(f"--target {path}: cannot load it ({one_line(error)})") from error
-        model, report = loaded
-        mismatched = [entry[0] for entry in report["mismatched_keys"]]
-        lacking = sorted([*report["missing_keys"], *mismatched])
-        if lacking:
-            raise UserError(
-                f"--target {path}: {len(lacking)} weights are missing or of another shape, "
-                f"{lacking[0]} first"
-            )
-        if not head and not getattr(config.get_text_config(), "tie_word_embeddings", True):
+        model = load_model(path, layers=layers, final=final, dtype=dtype, device=device)
+        if not head and not getattr(model.config.get_text_config(), "tie_word_embeddings", True):
             model.set_output_embeddings(None)
         name = Path(path).resolve().name if Path(path).is_dir() else path
         target = cls(model, name=name, layers=layers, final=final, max_tokens=max_tokens)
@@ -220,16 +179,8 @@ class Target:
         return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
 
     def fast_kernels(self) -> dict[str, bool]:
-        """Whether linear attention runs in these packages' kernels; empty for a model without any.
-
-        Asked of the functions that the model calls: being importable is not yet being used.
-        """
-        functions = vars(sys.modules[type(self._decoder).__module__])
-        return {
-            package: _is_kernel(functions[name])
-            for package, name in LINEAR_ATTENTION_FUNCTIONS.items()
-            if name in functions
-        }
+        """Whether linear attention runs in these packages' kernels; empty where there is none."""
+        return kernels_in_use(self._decoder)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -417,70 +368,3 @@ class _Sink:
         for row, (start, length) in enumerate(self._places):
             self._hidden[start : start + length, columns] = states[row, :length]
         self.taken.add(tap)
-
-
-def build_without_weights(path: str, *, layers: Sequence[int], final: bool) -> Any:
-    """The model that Target.load would load, on the meta device: shapes alone.
-
-    Raises UserError for a config that transformers cannot build a model from.
-    """
-    config = read_config(path)
-    if not final:
-        config = _cut_config(config, max(layers) + 1)
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever an odd config.json trips over
-        raise UserError(f"--target {path}: cannot build it ({one_line(error)})") from error
-
-
-def _cut_config(config: Any, num_layers: int) -> Any:
-    """The config of the first layers alone, so that no others are built and read from files.
-
-    The whole one for a family that cannot be built so.
-    """
-    cut = copy.deepcopy(config)
-    text = cut.get_text_config()
-    depth = text.num_hidden_layers
-    text.num_hidden_layers = num_layers
-    try:
-        for name, value in vars(text).items():
-            if isinstance(value, list) and len(value) == depth:  # an entry a layer
-                setattr(text, name, value[:num_layers])
-        with torch.device("meta"):
-            find_decoder(AutoModelForCausalLM.from_config(cut, trust_remote_code=False))
-    except Exception:  # whatever it is, loading the whole model will say it
-        return config
-    return cut
-
-
-def _is_kernel(function: Callable[..., Any]) -> bool:
-    # transformers refuses packed sequences in its own versions, which know no borders, before
-    # anything else; a kernel misses its arguments instead
-    try:
-        function(cu_seqlens=True, seq_idx=True)
-    except ValueError:
-        return False
-    except TypeError:
-        return True
-    raise AssertionError(f"{function} runs without arguments")
-
-
-def find_decoder(model: Any) -> tuple[Any, str]:
-    """The module that holds the list of all decoder layers, and the list's name in it.
-
-    Raises UserError for a class that has no such list, or several.
-    """
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    depth = decoder.config.get_text_config().num_hidden_layers
-    lists = [
-        name
-        for name, module in decoder.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    tops = [name for name in lists if name.count(".") == min(n.count(".") for n in lists)]
-    if len(tops) != 1:
-        found = "no list" if not tops else f"{len(tops)} lists"
-        raise UserError(f"--target: {found} of {depth} decoder layers in {type(model).__name__}")
-    parent, _, name = tops[0].rpartition(".")
-    return decoder.get_submodule(parent), name

@@ -22,8 +22,9 @@ from common.loss import TILE_BYTES, weighted_loss
 from common.plan import InputRange, Plan
 from common.run import UsageError, UserError
 from common.selection import selector_loss
-from common.target import Target, build_without_weights
+from common.target import Target
 from common.target_files import target_facts
+from common.target_model import build_without_weights
 from tests import step_memory
 from tests.forked import FORKS
 from tests.tiny_models import tiny_drafter_config, tiny_target
