@@ -37,7 +37,7 @@ import pyarrow as pa
 import torch
 
 from common import run
-from common.client import describe, server_stats
+from common.connection import describe, server_stats
 from common.lifetime import Waiting
 from common.server import HiddenStateServer
 from common.shards import TokenizedDataset

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import extract_hidden_online
-from common.client import ServedHiddenStates, describe
+from common.client import ServedHiddenStates
+from common.connection import describe
 from common.run import UserError
 from common.target import Target
 from common.wire import ColocatedHiddenStates

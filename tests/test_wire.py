@@ -30,7 +30,8 @@ from pyarrow import flight
 from common import client as client_module
 from common import server as server_module
 from common import wire
-from common.client import ServedHiddenStates, describe, server_stats
+from common.client import ServedHiddenStates
+from common.connection import describe, server_stats
 from common.run import UserError
 from common.server import HiddenStateServer
 from common.target import Taps, Target

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from common import run
-from common.client import Request, Stream, connect
+from common.client import Request, Stream
+from common.connection import connect
 from common.server import HiddenStateServer
 from common.target import Taps
 from common.wire import ColocatedHiddenStates, Description
