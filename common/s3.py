@@ -1,21 +1,17 @@
-"""One S3 bucket: its client, its failures in a line with a cure, its uploads, its verified reads.
+"""One S3 bucket: its client, and its failures in a line with a cure.
 
 The client is made once a process, after any fork, and anew when the credentials expired, which
 reads the credentials file again. Checksums are sent only when an operation requires them, so that
-R2, MinIO, Ceph and the like work. An upload journal is a JSON line {event, bucket, key, upload_id,
-endpoint} for every multipart upload begun and ended; the next run aborts what a killed one left.
+R2, MinIO, Ceph and the like work. Reads are common/s3_reads.py's.
 """
 
 import contextlib
 import datetime
 import email.utils
-import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +23,12 @@ import urllib3
 from botocore.config import Config
 
 from common.run import UserError
+from common.s3_uploads import UploadJournal, read_upload_journal
 
 ATTEMPTS = 5  # of an answer that breaks off
 # botocore's own retries are over in seconds, and at once when many threads fail together: its quota
 # of 500 pays for 35 retries (1.44.8). A store that restarts takes longer.
 PATIENCE_S = 60.0
-# A body comes in one piece, which saves copying it (8 MB: 3 ms of CPU instead of 11), and after a
-# cut in small ones, because a reset connection loses the piece under way.
-WHOLE_BYTES = 64_000_000
-CHUNK_BYTES = 1_000_000
-UPLOAD_OPERATIONS = ("CreateMultipartUpload", "CompleteMultipartUpload", "AbortMultipartUpload")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 WRONG_PLACE = (
     "PermanentRedirect",
@@ -79,7 +71,7 @@ class CutAnswer(Exception):
 CUT = (CutAnswer, botocore.parsers.ResponseParserError, urllib3.exceptions.HTTPError)
 
 
-class _RangePastEnd(UserError):
+class RangePastEnd(UserError):
     """The object has no bytes in the range asked for."""
 
 
@@ -219,7 +211,7 @@ class Bucket:
         if code in ("PreconditionFailed", "412"):
             return UserError(changed(self.uri, key))
         if code in ("InvalidRange", "416"):
-            return _RangePastEnd(f"{where}: has no bytes in the range asked for")
+            return RangePastEnd(f"{where}: has no bytes in the range asked for")
         if code in EXPIRED:
             return CredentialsExpired(
                 f"credentials expired ({code} from {endpoint}); refresh them (the profile, file or "
@@ -296,68 +288,6 @@ class Bucket:
         )
 
 
-class UploadJournal:
-    """The multipart uploads of this process, in a file too where one is given."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path, self._lock, self._endpoint = path, threading.Lock(), ""
-        self._open: set[tuple[str, str, str]] = set()
-
-    def listen(self, client: Any) -> None:
-        """Note every upload of a client, before its first part is sent (botocore's hooks)."""
-        self._endpoint = client.meta.endpoint_url
-        for operation in UPLOAD_OPERATIONS:
-            client.meta.events.register(f"before-parameter-build.s3.{operation}", self._asked)
-            client.meta.events.register(f"after-call.s3.{operation}", self._answered)
-
-    def open_for(self, bucket: str, key: str) -> list[str]:
-        with self._lock:
-            return [found[2] for found in sorted(self._open) if found[:2] == (bucket, key)]
-
-    def _asked(self, params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-        context["upload"] = params["Bucket"], params["Key"], params.get("UploadId", "")
-
-    def _answered(
-        self, http_response: Any, parsed: dict[str, Any], model: Any, context: Any, **_: Any
-    ) -> None:
-        bucket, key, upload_id = context["upload"]
-        worked = http_response.status_code < 300
-        if model.name == "CreateMultipartUpload":
-            if worked and "UploadId" in parsed:
-                self._note("begun", bucket, key, parsed["UploadId"])
-        elif worked or parsed.get("Error", {}).get("Code") == "NoSuchUpload":
-            self._note("ended", bucket, key, upload_id)
-
-    def _note(self, event: str, bucket: str, key: str, upload_id: str) -> None:
-        facts = {"event": event, "bucket": bucket, "key": key, "upload_id": upload_id}
-        line = json.dumps({**facts, "endpoint": self._endpoint})
-        with self._lock:
-            change = self._open.add if event == "begun" else self._open.discard
-            change((bucket, key, upload_id))
-            if self._path is not None:
-                # Opened each time: no file crosses a fork, and one write is one whole line.
-                try:
-                    with self._path.open("ab", buffering=0) as file:
-                        file.write(f"{line}\n".encode())
-                except OSError as error:
-                    raise UserError(f"{self._path}: cannot write it ({error.strerror})") from error
-
-
-def read_upload_journal(path: Path) -> list[tuple[str, str, str, str]]:
-    """(bucket, key, upload id, endpoint) of uploads begun and not ended; none without a file."""
-    left: dict[tuple[str, str, str], str] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError):  # the last line of a machine that lost power
-                entry = json.loads(line)
-                upload = entry["bucket"], entry["key"], entry["upload_id"]
-                if entry["event"] == "begun":
-                    left[upload] = entry["endpoint"]
-                else:
-                    left.pop(upload, None)
-    return [(*upload, endpoint) for upload, endpoint in left.items()]
-
-
 def abort_left_uploads(journal: Path, *, endpoint_url: str | None = None) -> int:
     """Abort the uploads that a killed run left and remove its journal; how many were still there.
 
@@ -372,119 +302,6 @@ def abort_left_uploads(journal: Path, *, endpoint_url: str | None = None) -> int
         aborted += opened.abort_upload(key, upload_id)
     journal.unlink(missing_ok=True)
     return aborted
-
-
-# ---- reads
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some bytes of an object, and the size and etag of the whole."""
-
-    data: bytes
-    size: int
-    etag: str
-
-
-class _Reading:
-    """The bytes [start, end) of an object as they come in, over as many requests as it takes."""
-
-    def __init__(self, uri: str, key: str, start: int, end: int | None, etag: str | None) -> None:
-        self._place = uri, key
-        self._start, self._end = start, end
-        self._etag, self._size = etag, 0
-        self._chunks: list[bytes] = []
-        self.was_cut = False
-        self.position, self._needs_range = start, bool(start) or end is not None
-
-    def options(self) -> dict[str, str]:
-        """Range and IfMatch of the next request."""
-        options = {"IfMatch": f'"{self._etag}"'} if self._etag else {}
-        if self._needs_range or self.position:
-            last = "" if self._end is None else str(self._end - 1)
-            options["Range"] = f"bytes={self.position}-{last}"
-        return options
-
-    def take(self, answer: dict[str, Any]) -> Part | None:
-        """Read an answer's body; None when more is to come, CutAnswer when it broke off."""
-        body = answer["Body"]
-        # Some servers ignore IfMatch (rclone 1.75.2).
-        etag = answer.get("ETag", "").strip('"')
-        if self._etag is not None and etag != self._etag:
-            body.close()
-            raise UserError(changed(*self._place))
-        self._etag = etag
-        stop = self._stop(answer)
-        try:
-            step = CHUNK_BYTES if self.was_cut else WHOLE_BYTES
-            while self.position < stop and (chunk := body.read(min(step, stop - self.position))):
-                self._chunks.append(chunk)
-                self.position += len(chunk)
-        except (botocore.exceptions.BotoCoreError, OSError) as error:
-            raise CutAnswer from error
-        if self.position != stop:
-            body.close()
-            raise CutAnswer
-        body.read()  # hands the connection back
-        if stop < min(self._size, stop if self._end is None else self._end):
-            return None
-        return Part(b"".join(self._chunks), self._size, etag)
-
-    def _stop(self, answer: dict[str, Any]) -> int:
-        """Where this answer's bytes end in the object, whose size is noted."""
-        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", answer.get("ContentRange", ""))
-        if found:
-            first, last, self._size = (int(text) for text in found.groups())
-            if first == self.position and (self._end is None or last < self._end):
-                return last + 1
-        elif "ContentLength" not in answer or answer["ResponseMetadata"]["HTTPStatusCode"] == 206:
-            # A body without a length ends in the same way cut and whole; a range's answer tells.
-            self._needs_range = True
-            answer["Body"].close()
-            raise CutAnswer
-        elif self.position == 0 and (self._end is None or answer["ContentLength"] <= self._end):
-            self._size = answer["ContentLength"]
-            return self._size
-        answer["Body"].close()
-        uri, key = self._place
-        raise UserError(f"{uri}: {key}: the store answers another range than asked for")
-
-
-def read_range(
-    bucket: Bucket, key: str, start: int = 0, end: int | None = None, *, etag: str | None = None
-) -> Part:
-    """Bytes [start, end) of an object, of the length that the store tells, resumed after cuts."""
-    reading, cuts = _Reading(bucket.uri, key, start, end, etag), 0
-    while True:
-        before = reading.position
-        try:
-            part = reading.take(
-                bucket.call(
-                    lambda client: client.get_object(**bucket.at(key), **reading.options()), key
-                )
-            )
-            if part is not None:
-                return part
-        except _RangePastEnd:
-            return _nothing_there(bucket, key, start, etag)
-        except CutAnswer as cut:
-            reading.was_cut = True
-            cuts = 1 if reading.position > before else cuts + 1
-            if cuts == ATTEMPTS:
-                raise UserError(
-                    f"{bucket.uri}: {key}: the connection broke {ATTEMPTS} times while reading, or "
-                    "answers tell no length; check the network and rerun"
-                ) from cut
-            time.sleep(min(8.0, 0.05 * 2**cuts))
-
-
-def _nothing_there(bucket: Bucket, key: str, start: int, etag: str | None) -> Part:
-    """The end of the object before `start`, provided that it is the object of that etag."""
-    head = bucket.call(lambda client: client.head_object(**bucket.at(key)), key)
-    found = head["ETag"].strip('"')
-    if (etag is not None and found != etag) or head["ContentLength"] > start:
-        raise UserError(changed(bucket.uri, key))
-    return Part(b"", head["ContentLength"], found)
 
 
 def _follow_no_redirect(context: dict[str, Any], **_: Any) -> None:

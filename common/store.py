@@ -20,7 +20,8 @@ from typing import Any, NoReturn, Protocol
 from boto3.s3.transfer import TransferConfig
 
 from common.run import UsageError, UserError
-from common.s3 import Bucket, CutAnswer, ObjectMissing, changed, read_range
+from common.s3 import Bucket, CutAnswer, ObjectMissing, changed
+from common.s3_reads import read_range
 
 PART_BYTES = 16_000_000
 PROBE_KEY = ".write-check"

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from common.run import UsageError, UserError
-from common.s3 import CredentialsExpired, abort_left_uploads, read_upload_journal
+from common.s3 import CredentialsExpired, abort_left_uploads
+from common.s3_uploads import read_upload_journal
 from common.store import (
     ObjectMissing,
     add_store_arguments,
