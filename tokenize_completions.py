@@ -41,12 +41,13 @@ from common.encoding import (
 )
 from common.engines import ENGINES, choose_engine
 from common.machine import default_workers
+from common.messages import REASONS
 from common.pipeline import UPLOADS_AHEAD, BlockDone, Flow, ShardDone, ShardPipeline
 from common.plan import Plan, check_plan, partition, settle_plan
 from common.preview import print_committed, print_plan
 from common.reading import find_compressed, first_block
 from common.report import StopWatch, Totals, print_summary, progress_fields
-from common.rows import REASONS, ROW_VERSION
+from common.rows import ROW_VERSION
 from common.s3 import CredentialsExpired
 from common.shards import closing_files, record_key, shard_name
 from common.store import (

@@ -21,8 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from common.engines import Engine, ReferenceEngine
+from common.messages import Completion, RowRejected
 from common.render import KNOWN_TEMPLATES, fast_render
-from common.rows import Completion, Row, RowRejected
+from common.rows import Row
 from common.run import UserError
 
 END_OF_TURN = "<|im_end|>"

@@ -21,10 +21,11 @@ import pyarrow as pa
 
 from common.chat import ChatTokenizer, Encoded, EncodeSettings, RowTexts, encode_rows, row_texts
 from common.engines import Engine, first_difference, nasty_texts
+from common.messages import MAX_ERROR, RowRejected
 from common.plan import InputRange
 from common.reading import Block, read_blocks
 from common.render import branch_cases
-from common.rows import MAX_ERROR, Reject, Row, RowRejected, parse_line
+from common.rows import Reject, Row, parse_line
 from common.run import UserError
 from common.shards import ShardWriter, row_batch
 from common.store import Entry, Store

@@ -20,49 +20,22 @@ from typing import Any
 
 import orjson
 
+from common.messages import (
+    Completion,
+    RowRejected,
+    completion_of,
+    message_of,
+    role_of,
+    tools_of,
+)
+
 ROW_VERSION = 1  # goes up when the same line would give another row
 
-REASONS = (
-    "not_json",
-    "invalid_utf8",
-    "lone_surrogate",
-    "cut_line",
-    "request_failed",
-    "finish_reason",
-    "no_prompt",
-    "no_messages",
-    "no_assistant",
-    "empty_completion",
-    "unsupported_content",
-    "template_error",
-    "bad_tool_arguments",
-    "stray_think_end",
-    "length_mismatch",
-    "token_out_of_range",
-    "mask_token",
-    "no_loss_tokens",
-    "too_few_loss_tokens",
-    "too_long",
-    "no_reasoning",
-    "worker_killed",
-)
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
 FINISHED = ("stop", "tool_calls", "eos", "function_call")
 CUT = ("length", "max_tokens", None)
 ABSENT = object()
-MAX_ERROR = 500  # characters of an error kept
 
 PromptLookup = Callable[[str], dict[str, Any] | None]
-
-
-class RowRejected(Exception):
-    """A row that cannot be used; `reason` is one of REASONS."""
-
-    def __init__(self, reason: str, error: str) -> None:
-        assert reason in REASONS, reason
-        super().__init__(error[:MAX_ERROR])
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -72,15 +45,6 @@ class Reject:
     id: str
     reason: str
     error: str
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An assistant turn in parts; reasoning None means that no field spoke of it."""
-
-    reasoning: str | None
-    content: str
-    tool_calls: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -245,7 +209,7 @@ def _assistant_turns(messages: Any) -> list[int]:
     return [
         index
         for index, message in enumerate(messages)
-        if isinstance(message, dict) and _role(message) == "assistant"
+        if isinstance(message, dict) and role_of(message) == "assistant"
     ]
 
 
@@ -317,7 +281,7 @@ def _from_choice(
     message = choice.get("message")
     if not isinstance(message, dict):
         raise RowRejected("no_assistant", "the choice has no message")
-    return _row(record, request, row_id, _completion(message), finished)
+    return _row(record, request, row_id, completion_of(message), finished)
 
 
 def _from_conversation(record: dict[str, Any], request: dict[str, Any], row_id: str) -> Row:
@@ -325,11 +289,11 @@ def _from_conversation(record: dict[str, Any], request: dict[str, Any], row_id: 
     if not isinstance(messages, list) or not messages:
         raise RowRejected("no_messages", "the list of messages is empty")
     last = messages[-1]
-    if not isinstance(last, dict) or _role(last) != "assistant":
+    if not isinstance(last, dict) or role_of(last) != "assistant":
         raise RowRejected("no_assistant", "the messages do not end in an assistant turn")
     finished = _finished(last if "finish_reason" in last else record, record)
     asked = {**request, "messages": messages[:-1]}
-    return _row(record, asked, row_id, _completion(last), finished)
+    return _row(record, asked, row_id, completion_of(last), finished)
 
 
 def _from_prompt(record: dict[str, Any], request: dict[str, Any], row_id: str) -> Row:
@@ -361,9 +325,9 @@ def _row(
     """
     prompt: list[dict[str, Any]] | str
     if isinstance(request.get("messages"), list):
-        prompt = [_message(message) for message in request["messages"]]
+        prompt = [message_of(message) for message in request["messages"]]
     elif isinstance(request.get("prompt"), list):
-        prompt = [_message(message) for message in request["prompt"]]
+        prompt = [message_of(message) for message in request["prompt"]]
     elif isinstance(request.get("prompt"), str):
         prompt = request["prompt"]
         if "<|im_start|>" not in prompt:
@@ -384,7 +348,7 @@ def _row(
         prompt=prompt,
         completion=completion,
         finished=finished,
-        tools=_tools(request.get("tools")),
+        tools=tools_of(request.get("tools")),
         thinking=_flag(options.get("enable_thinking")),
         preserve_thinking=_flag(options.get("preserve_thinking")),
     )
@@ -411,89 +375,6 @@ def _finished(choice: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
     if reason in CUT:
         return False
     raise RowRejected("finish_reason", f"finish_reason {reason!r}")
-
-
-def _completion(message: dict[str, Any]) -> Completion:
-    turn = _message(message)
-    if message.get("refusal") and not turn["content"]:
-        raise RowRejected("unsupported_content", "the message is a refusal")
-    return Completion(turn.get("reasoning_content"), turn["content"], turn.get("tool_calls", []))
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """A message with one spelling of every field, as chat templates read it."""
-    if not isinstance(message, dict):
-        raise RowRejected("unsupported_content", f"a message is a {type(message).__name__}")
-    content = message["value"] if "value" in message else message.get("content")
-    turn: dict[str, Any] = {"role": _role(message), "content": _text(content)}
-    reasoning = next(
-        (message[name] for name in REASONING_NAMES if message.get(name) is not None), None
-    )
-    if reasoning is not None:
-        turn["reasoning_content"] = _text(reasoning)
-    if message.get("tool_calls"):
-        turn["tool_calls"] = [_tool_call(call) for call in _list(message["tool_calls"])]
-    return turn
-
-
-def _role(message: Mapping[str, Any]) -> str:
-    role = message.get("role", message.get("from"))
-    return ROLES.get(role, role) if isinstance(role, str) else ""
-
-
-def _text(content: Any) -> str:
-    """Text of a content: a string, nothing, or text parts, which join without a separator."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowRejected("unsupported_content", f"content is a {type(content).__name__}")
-    parts = []
-    for part in content:
-        if isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
-            parts.append(_text(part["text"]))
-        else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RowRejected("unsupported_content", f"a content part of type {kind}")
-    return "".join(parts)
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowRejected("bad_tool_arguments", "a tool call without a function name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError as error:
-            raise RowRejected("bad_tool_arguments", f"{function['name']}: {error}") from error
-    if arguments is not None and not isinstance(arguments, dict):
-        raise RowRejected("bad_tool_arguments", f"{function['name']}: arguments are no object")
-    return {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments or {}},
-    }
-
-
-def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise RowRejected("bad_tool_arguments", f"tools: {error}") from error
-    return _list(tools) or None
-
-
-def _list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise RowRejected("unsupported_content", f"a list was expected, not {type(value).__name__}")
-    return value
 
 
 def _ids(value: Any, name: str) -> list[int]:

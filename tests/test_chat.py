@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from common.chat import ChatTokenizer, EncodeSettings, encode_rows, row_texts
-from common.rows import Reject, RowRejected, parse_line
+from common.messages import RowRejected
+from common.rows import Reject, parse_line
 from common.run import UserError
 from demo import tokenizer as demo_tokenizer
 from tests.qwen_vocabulary import DATA, qwen_tokenizer_folder

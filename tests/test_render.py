@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.chat import ChatTokenizer
+from common.messages import RowRejected
 from common.render import branch_cases, fast_render
-from common.rows import RowRejected
 from tests.tiny_tokenizer import build_tiny_tokenizer
 
 FLAGS = ("thinking", "preserve_thinking", "add_generation_prompt")

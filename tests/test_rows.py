@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.rows import REASONS, Completion, Reject, Row, parse_line
+from common.messages import REASONS, Completion
+from common.rows import Reject, Row, parse_line
 
 QUESTION = [{"role": "user", "content": "one"}]
 ANSWER = {"role": "assistant", "content": "two", "reasoning": "three"}

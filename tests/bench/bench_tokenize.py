@@ -22,7 +22,8 @@ from typing import Any
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings, row_texts
 from common.machine import usable_cpus, usable_memory
-from common.rows import Row, RowRejected, parse_line
+from common.messages import RowRejected
+from common.rows import Row, parse_line
 from common.store import open_store
 from tests.bench import corpus
 from tests.qwen_vocabulary import CACHE
