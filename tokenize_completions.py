@@ -10,7 +10,9 @@ Resume  run the same command again: committed shards are kept. The same inputs a
   python tokenize_completions.py --input s3://bucket/completions/ --output s3://bucket/tokens/ \\
       --tokenizer ./Qwen3.6-27B
 
-Reject reasons: {reasons}.
+A line is rejected when it
+{reasons}
+
 Exit codes: 0 done, 1 failed or too many rejects, 2 usage, 130 Ctrl-C, 143 SIGTERM.
 """
 
@@ -69,7 +71,8 @@ CHECKED_FILES = 4  # in which rows are looked for to check the shortcuts on
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = run.make_parser((__doc__ or "").format(reasons=", ".join(REASONS)))
+    reasons = "\n".join(f"  {name:<20} {meaning}" for name, meaning in REASONS.items())
+    parser = run.make_parser((__doc__ or "").format(reasons=reasons))
     group = parser.add_argument_group("input")
     group.add_argument("--input", help="s3://bucket/prefix, a folder, or one .jsonl file")
     group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id, likewise")

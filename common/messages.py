@@ -8,30 +8,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-REASONS = (
-    "not_json",
-    "invalid_utf8",
-    "lone_surrogate",
-    "cut_line",
-    "request_failed",
-    "finish_reason",
-    "no_prompt",
-    "no_messages",
-    "no_assistant",
-    "empty_completion",
-    "unsupported_content",
-    "template_error",
-    "bad_tool_arguments",
-    "stray_think_end",
-    "length_mismatch",
-    "token_out_of_range",
-    "mask_token",
-    "no_loss_tokens",
-    "too_few_loss_tokens",
-    "too_long",
-    "no_reasoning",
-    "worker_killed",
-)
+REASONS = {  # and what the line is or does
+    "not_json": "is no JSON object",
+    "invalid_utf8": "is no UTF-8",
+    "lone_surrogate": "holds half a character",
+    "cut_line": "is the last one, without its end",
+    "request_failed": "is a failed request",
+    "finish_reason": "ended neither well nor at a length limit",
+    "no_prompt": "lacks its request; --prompts joins a batch with the file of them",
+    "no_messages": "is in no known layout, or holds no messages",
+    "no_assistant": "has no assistant turn at its end",
+    "empty_completion": "says nothing",
+    "unsupported_content": "holds what is no text: images, parts of other types",
+    "template_error": "is refused by the chat template, say for a late system turn",
+    "bad_tool_arguments": "has tools or tool calls that can't be read",
+    "stray_think_end": "has a second </think>",
+    "length_mismatch": "has ready-made ids and mask of different lengths",
+    "token_out_of_range": "has ready-made ids beyond the vocabulary",
+    "mask_token": "holds the drafter's --mask-token",
+    "no_loss_tokens": "has nothing that the target generated",
+    "too_few_loss_tokens": "has fewer than --min-loss-tokens",
+    "too_long": "has a prompt beyond --max-length; with --too-long reject any longer row",
+    "no_reasoning": "has no reasoning, with --no-reasoning reject",
+    "worker_killed": "killed two workers, most likely for want of memory",
+}
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "thought")
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function": "tool"}
 MAX_ERROR = 500  # characters of an error kept
