@@ -33,20 +33,14 @@ from typing import Any
 from common import run
 from common.chat import ChatTokenizer, EncodeSettings
 from common.cluster import RayFlow, ShardSpec
-from common.encoding import (
-    ENGINE,
-    Encoder,
-    Prompts,
-    ShortcutDiffers,
-    check_surely,
-    spool_prompts,
-)
+from common.encoding import ENGINE, Encoder, ShortcutDiffers, check_surely
 from common.engines import ENGINES, choose_engine
 from common.machine import default_workers
 from common.messages import REASONS
 from common.pipeline import UPLOADS_AHEAD, BlockDone, Flow, ShardDone, ShardPipeline
 from common.plan import Plan, check_plan, partition, settle_plan
 from common.preview import print_committed, print_plan
+from common.prompts import Prompts, spool_prompts
 from common.reading import find_compressed, first_block
 from common.report import StopWatch, Totals, print_summary, progress_fields
 from common.rows import ROW_VERSION
@@ -73,10 +67,37 @@ CHECKED_FILES = 4  # in which rows are looked for to check the shortcuts on
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     reasons = "\n".join(f"  {name:<20} {meaning}" for name, meaning in REASONS.items())
     parser = run.make_parser((__doc__ or "").format(reasons=reasons))
+    add_input_arguments(parser)
+    add_token_arguments(parser)
+    add_output_arguments(parser)
+    add_machine_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.inspect:
+        return args
+    for flag in ("input", "output"):
+        if not getattr(args, flag):
+            parser.error(f"--{flag} is needed (only --inspect does without)")
+    if args.shards:
+        first, colon, last = args.shards.partition(":")
+        if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
+            parser.error(f"--shards {args.shards}: must be A:B with A < B, such as 0:8")
+        args.shards = (int(first), int(last))
+    if lies_inside(args.output, args.input):
+        parser.error(
+            f"--output {args.output} lies inside --input {args.input}: a rerun would read its "
+            "files as inputs"
+        )
+    return args
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--input", help="s3://bucket/prefix, a folder, or one .jsonl file")
     group.add_argument("--prompts", help="requests of batch outputs, joined by custom_id, likewise")
     add_store_arguments(group)
+
+
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokens and masks")
     group.add_argument("--tokenizer", required=True, help="the target's folder or hub id")
     group.add_argument(
@@ -114,6 +135,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--mask-token",
         help=f"the drafter's mask token, which no row may hold, or none [{DEFAULT_MASK_TOKEN}]",
     )
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--output", help="s3://bucket/prefix or a folder")
     add_store_write_arguments(group)
@@ -129,6 +153,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--max-reject-rate", type=run.fraction, default=0.01, help="more rejects: exit 1; 1: never"
     )
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("machine")
     group.add_argument(
         "--executor",
@@ -151,23 +178,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--download-workers", type=run.positive_int, default=32, help="reading threads"
     )
     group.add_argument("--work-dir", type=Path, help="local space for shards being written [/tmp]")
-    args = parser.parse_args(argv)
-    if args.inspect:
-        return args
-    for flag in ("input", "output"):
-        if not getattr(args, flag):
-            parser.error(f"--{flag} is needed (only --inspect does without)")
-    if args.shards:
-        first, colon, last = args.shards.partition(":")
-        if not (colon and first.isdigit() and last.isdigit() and int(first) < int(last)):
-            parser.error(f"--shards {args.shards}: must be A:B with A < B, such as 0:8")
-        args.shards = (int(first), int(last))
-    if lies_inside(args.output, args.input):
-        parser.error(
-            f"--output {args.output} lies inside --input {args.input}: a rerun would read its "
-            "files as inputs"
-        )
-    return args
 
 
 def lies_inside(inner: str, outer: str) -> bool:

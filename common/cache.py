@@ -32,6 +32,7 @@ ATTEMPTS = 2  # a file that is wrong twice is wrong in the store
 
 
 def file_sha256(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

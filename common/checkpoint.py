@@ -305,6 +305,7 @@ def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_files(document: Mapping[str, Any], files: Mapping[str, Any]) -> bytes:
+    """A state.json whose `files` tell each file's size and sha256."""
     return json_bytes({**document, "files": files})
 
 

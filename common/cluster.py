@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.assembling import EncodedBlock
 from common.chat import ChatTokenizer, EncodeSettings
-from common.encoding import EncodedBlock, Encoder, Prompts, spool_prompts
+from common.encoding import Encoder
 from common.engines import choose_engine
 from common.pipeline import BlockDone, Event, ShardDone, ShardPipeline, StillWaiting
 from common.plan import Plan
+from common.prompts import Prompts, spool_prompts
 from common.run import UserError
 from common.store import open_store
 from common.timing import Seconds, peak_memory_bytes

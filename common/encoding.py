@@ -1,4 +1,4 @@
-"""Blocks of lines -> block files of token arrays -> shards; what the worker processes do.
+"""Blocks of lines -> block files of token arrays; what the worker processes do.
 
 Work runs in chunks of rows, one step after the other for all of them: parse, render, encode, mask;
 so bulk encoding gets long lists and the time of each step can be told. Tokens never pass through a
@@ -8,10 +8,9 @@ pickle: an encoded block is a file of its own, and a shard is made of such files
 import contextlib
 import itertools
 import json
-import sqlite3
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from common.assembling import AssembleTask, EncodedBlock, assemble
 from common.chat import ChatTokenizer, Encoded, EncodeSettings, RowTexts, encode_rows, row_texts
 from common.engines import Engine, first_difference, nasty_texts
 from common.messages import MAX_ERROR, RowRejected
-from common.plan import InputRange
-from common.reading import Block, read_blocks
+from common.prompts import SpooledPrompts
+from common.reading import Block
 from common.render import branch_cases
 from common.rows import Reject, Row, parse_line
 from common.run import UserError
-from common.shards import ShardWriter, row_batch
-from common.store import Entry, Store
+from common.shards import row_batch
 from common.timing import Clock
 from common.workers import Ask, WorkerDied
 
-# a second request of another body makes the first one unusable too
-PUT_REQUEST = """insert into requests values (?, ?) on conflict (custom_id)
-    do update set body = case when body = excluded.body then body end"""
 CHUNK_LINES = 256
 WATCHED_SHARE = 1000  # one row in so many is encoded both ways
 CHECKED_LINES, CHECKED_CHARS = 300, 2_000_000
@@ -49,37 +45,7 @@ class ShortcutDiffers(Exception):
         self.shortcut, self.where = shortcut, where
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The objects of --prompts, and the compression of those that are compressed."""
-
-    uri: str
-    entries: tuple[Entry, ...]
-    compressed: Mapping[str, str]
-
-
-def spool_prompts(store: Store, prompts: Prompts, path: Path) -> int:
-    """Put the requests of --prompts on disk, to be looked up by custom_id; other lines are left.
-
-    How many custom_ids have more than one request: ids are unique within a batch only.
-    """
-    with contextlib.closing(sqlite3.connect(path)) as database, database:
-        database.execute("create table requests (custom_id text primary key, body text)")
-        for entry in prompts.entries:
-            whole = InputRange(entry.key, entry.size, entry.etag, 0, entry.size)
-            for block in read_blocks(store, whole, prompts.compressed.get(entry.key)):
-                for line in block.data.split(b"\n"):
-                    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                        request = json.loads(line)
-                        custom_id, body = request["custom_id"], request["body"]
-                        if isinstance(custom_id, str) and isinstance(body, dict):
-                            text = json.dumps(body, sort_keys=True)
-                            database.execute(PUT_REQUEST, (custom_id, text))
-        query = "select count(*) from requests where body is null"
-        return database.execute(query).fetchone()[0]
-
-
-# ---- tasks and their results: small, for they are pickled
+# ---- tasks: small, for they are pickled
 
 
 @dataclass(frozen=True)
@@ -93,35 +59,6 @@ class EncodeTask:
     offset: int
     path: Path
     killed: bool = False
-
-
-@dataclass(frozen=True)
-class EncodedBlock:
-    """An encoded block: where its rows lie (and its rejects, beside them), and what they count."""
-
-    path: Path
-    lines: int
-    rows: int
-    tokens: int
-    loss_tokens: int
-    cut: int
-    no_reasoning: int
-    unverified_history: int
-    rejected: Counter[str]
-    cpu_s: dict[str, float]
-
-    @property
-    def rejects_path(self) -> Path:
-        return self.path.with_suffix(".rejects")
-
-
-@dataclass(frozen=True)
-class AssembleTask:
-    """Make a shard of encoded blocks, in order, each with the input range that it is of."""
-
-    blocks: Sequence[tuple[InputRange, EncodedBlock]]
-    arrow: Path
-    rejects: Path
 
 
 @dataclass(frozen=True)
@@ -154,8 +91,8 @@ class Encoder:
         all_turns: bool,
     ) -> None:
         self.tokenizer, self.engine = tokenizer, engine
-        self.settings, self._prompts, self._all_turns = settings, prompts, all_turns
-        self._database: sqlite3.Connection | None = None
+        self.settings, self._all_turns = settings, all_turns
+        self._prompts = None if prompts is None else SpooledPrompts(prompts)
 
     def drop(self, shortcut: str) -> None:
         """Do without a shortcut from here on."""
@@ -215,12 +152,12 @@ class Encoder:
             start, number = end, number + 1
 
     def _parse(self, task: EncodeTask, lines: Sequence[tuple[int, int, bytes]]) -> _Chunk:
-        chunk, prompts = _Chunk(), self._look_up if self._prompts else None
+        chunk = _Chunk()
         for number, offset, line in lines:
             found = parse_line(
                 line,
                 fallback_id=f"{task.key}@{offset}",
-                prompts=prompts,
+                prompts=self._prompts,
                 all_turns=self._all_turns,
             )
             for row in found:
@@ -299,19 +236,6 @@ class Encoder:
         clock.charge("arrow")
         return result
 
-    def _look_up(self, custom_id: str) -> dict[str, Any] | None:
-        if self._database is None:  # opened in the worker: connections do not survive a fork
-            self._database = sqlite3.connect(f"file:{self._prompts}?mode=ro", uri=True)
-        query = "select body from requests where custom_id = ?"
-        found = self._database.execute(query, (custom_id,)).fetchone()
-        if found == (None,):
-            raise RowRejected(
-                "no_prompt",
-                f"--prompts has different requests with custom_id {custom_id}: tokenize each batch "
-                "by itself",
-            )
-        return json.loads(found[0]) if found else None
-
     # ---- before a run
 
     def check_shortcuts(self, task: CheckTask, data: bytes) -> str | None:
@@ -387,54 +311,6 @@ def _rendered(tokenizer: ChatTokenizer, case: list[dict[str, Any]], flags: Seque
         )
     except RowRejected as error:
         return f"rejected: {error}"
-
-
-def read_rows(block: EncodedBlock) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """The rows of an encoded block: id, input_ids (T,) int32, loss_mask (T,) bool."""
-    with pa.memory_map(str(block.path)) as source, pa.ipc.open_stream(source) as stream:
-        for batch in stream:
-            ends = batch["input_ids"].offsets.to_numpy()
-            tokens = batch["input_ids"].values.to_numpy()
-            mask = batch["loss_mask"].values.to_numpy(zero_copy_only=False)
-            for row_id, start, end in zip(batch["id"].to_pylist(), ends, ends[1:], strict=False):
-                yield row_id, tokens[start:end], mask[start:end]
-
-
-# ---- blocks -> a shard
-
-
-def assemble(task: AssembleTask) -> tuple[dict[str, Any], dict[str, float]]:
-    """Write a shard and its rejected file from encoded blocks.
-
-    Its part of the commit record, and CPU seconds by step.
-    """
-    clock = Clock()
-    writer = ShardWriter(task.arrow)
-    next_line: dict[str, int] = {}
-    totals: Counter[str] = Counter()
-    rejected: Counter[str] = Counter()
-    with task.rejects.open("w", encoding="utf-8") as rejects:
-        for part, block in task.blocks:
-            with pa.memory_map(str(block.path)) as source, pa.ipc.open_stream(source) as stream:
-                for batch in stream:
-                    writer.add_batch(batch)
-            first_line = next_line.get(part.key, 1)
-            next_line[part.key] = first_line + block.lines
-            if block.rejected:
-                for line in block.rejects_path.read_text(encoding="utf-8").splitlines():
-                    facts = json.loads(line)
-                    facts["line"] = first_line + facts["line"] if part.start == 0 else None
-                    rejects.write(json.dumps(facts, ensure_ascii=True) + "\n")
-            totals.update(cut=block.cut, no_reasoning=block.no_reasoning)
-            rejected.update(block.rejected)
-    record = {
-        **writer.finish(),
-        "rejected": dict(sorted(rejected.items())),
-        "cut": totals["cut"],
-        "no_reasoning": totals["no_reasoning"],
-    }
-    clock.charge("arrow")
-    return record, clock.cpu_s
 
 
 # ---- calls for a WorkerPool

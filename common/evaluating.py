@@ -273,6 +273,7 @@ def row_mean(figures: torch.Tensor, drafts: Drafts) -> float:
 
 
 def expected_figures(result: Evaluation, *, temperature: float) -> dict[str, Any] | None:
+    """The acceptance to expect when sampling; None for an evaluation without it."""
     if result.drafts.expected is None:
         return None
     return {

@@ -80,6 +80,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def report_html(report: Report) -> str:
+    """The whole page, without a script or anything from elsewhere."""
     title = f"Acceptance of {report['drafter']['path']}"
     body = "\n".join(section(report) for section in SECTIONS)
     return (
@@ -94,6 +95,7 @@ def report_html(report: Report) -> str:
 
 
 def what_part(report: Report) -> str:
+    """What was judged, on which rows, and what to know before reading on."""
     drafter = report["drafter"]
     step = "" if drafter["step"] is None else f"step {drafter['step']:,} · "
     text = (
@@ -106,6 +108,7 @@ def what_part(report: Report) -> str:
 
 
 def acceptance_part(report: Report) -> str:
+    """The acceptance lengths, big, and then by kind of mean."""
     simulated, expected = report["simulated"], report["expected"]
     big = [
         ("walked, as in serving", simulated["walked"]),
@@ -131,6 +134,7 @@ def acceptance_part(report: Report) -> str:
 
 
 def real_part(report: Report) -> str:
+    """What decoding for real gave; nothing where no row was decoded."""
     real = report.get("real")
     if real is None:
         return ""
@@ -154,6 +158,7 @@ def real_part(report: Report) -> str:
 
 
 def controls_part(report: Report) -> str:
+    """The acceptance on hidden states that are wrong: whether the drafter uses its context."""
     kind = {"ignored": "bad", "unknown": "unsure", "used": "good"}[report["context"]]
     rows = [
         (
@@ -172,6 +177,7 @@ def controls_part(report: Report) -> str:
 
 
 def slots_part(report: Report) -> str:
+    """Accuracy by slot, and how often each length was accepted."""
     slots, histogram = report["slots"], report["histogram"]
     heads = ["slot", "accuracy", "all before right"] + (["sum min(p, q)"] * ("overlap" in slots))
     columns = [slots["accuracy"], slots["conditional_accuracy"]]
@@ -194,6 +200,7 @@ def slots_part(report: Report) -> str:
 
 
 def speed_part(report: Report) -> str:
+    """The speed-up to expect of each block size; nothing without a known cost of a draft."""
     speed = report["speed"]
     if speed is None:
         return ""
@@ -218,6 +225,7 @@ def speed_part(report: Report) -> str:
 
 
 def groups_part(report: Report) -> str:
+    """The acceptance by kind of row."""
     parts = []
     for kind, groups in report["groups"].items():
         expected = report["expected"] is not None
@@ -237,6 +245,7 @@ def groups_part(report: Report) -> str:
 
 
 def definitions_part(report: Report) -> str:
+    """What each figure of the page means."""
     entries = "".join(
         f"<dt>{html.escape(term)}</dt><dd>{html.escape(text)}</dd>" for term, text in DEFINITIONS
     )

@@ -111,6 +111,7 @@ def taps_bytes(config: DrafterConfig, *, tokens: int, width: int, teacher: bool)
 
 
 def ends_bytes(target: TargetWork, width: int) -> int:
+    """Bytes of embedding and head at `width` bytes a weight."""
     return width * (target.embedding + target.head)
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from common import run
-from common.encoding import AssembleTask, EncodedBlock, assemble_surely, encode_surely
+from common.assembling import AssembleTask, EncodedBlock
+from common.encoding import assemble_surely, encode_surely
 from common.plan import VERSION, InputRange, Plan, check_plan
 from common.reading import ByteBudget, pieces, read_blocks
 from common.s3 import CredentialsExpired

@@ -53,6 +53,7 @@ def print_plan(args: argparse.Namespace) -> int:
 
 
 def columns(values: Iterable[object]) -> str:
+    """Values right-aligned in columns of COLUMN characters."""
     return " ".join(f"{value!s:>{COLUMN}}" for value in values)
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from common import run
+from common.assembling import read_rows
 from common.chat import ChatTokenizer
-from common.encoding import Encoder, encode_surely, read_rows
+from common.encoding import Encoder, encode_surely
 from common.plan import Plan
 from common.reading import first_block
 from common.shards import TokenizedDataset, shard_name

@@ -65,6 +65,7 @@ def real_figures(setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts) 
 
 
 def figures_of(results: Sequence[Decoded]) -> dict[str, Any]:
+    """The figures of decoded rows, as the report's JSON holds them."""
     found = decode_figures(results)
     return {
         "tokens_per_step": found.tokens_per_step,

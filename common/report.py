@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common import run
-from common.encoding import EncodedBlock
+from common.assembling import EncodedBlock
 from common.pipeline import Flow
 from common.timing import children_cpu_s, peak_memory_bytes
 from common.workers import WorkerPool
@@ -53,6 +53,7 @@ class Totals:
 def progress_fields(
     done: int, count: int, seen: Totals, flow: Flow, elapsed_s: float
 ) -> dict[str, str]:
+    """A progress line's fields, in its order, with units."""
     return {
         "shards": f"{done}/{count}",
         "samples": f"{seen.rows:,}",

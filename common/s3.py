@@ -319,6 +319,7 @@ def client_error(error: BaseException | None) -> botocore.exceptions.ClientError
 
 
 def error_code(error: BaseException) -> str:
+    """The code in the store's own answer, or an empty text."""
     answered = client_error(error)
     return str(answered.response.get("Error", {}).get("Code", "")) if answered else ""
 
@@ -333,6 +334,7 @@ def _is_outage(error: Exception) -> bool:
 
 
 def changed(uri: str, key: str) -> str:
+    """The line for an input that is not the one that was planned."""
     return f"{uri}: {key} changed since the plan was made; rerun with --overwrite"
 
 

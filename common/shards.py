@@ -53,6 +53,7 @@ def shard_name(index: int) -> str:
 
 
 def record_key(index: int) -> str:
+    """The key of a shard's commit record."""
     return f"{shard_name(index)}.json"
 
 

@@ -20,6 +20,7 @@ PLAIN = {"projector_type": "dflash", "sample_from_anchor": False, "shift_label":
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is in the layout of vLLM's speculators."""
     return "speculators_model_type" in config
 
 

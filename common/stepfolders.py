@@ -20,6 +20,7 @@ REPLACED = ".replaced"
 
 
 def step_name(step: int) -> str:
+    """The name of a step's checkpoint folder."""
     return f"step-{step:08d}"
 
 

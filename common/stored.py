@@ -73,6 +73,7 @@ class StoredPlan:
 
 
 def record_key(index: int) -> str:
+    """The key of the commit record of a shard's hidden states."""
     return f"hidden-{index:05}.json"
 
 

@@ -105,6 +105,7 @@ def target_facts(path: str) -> TargetFacts:
 
 
 def read_config(path: str) -> Any:
+    """The config of a folder or hub id. Raises UserError for what cannot be loaded."""
     if Path(path).is_file():
         raise UserError(f"--target {path}: is a file; give the folder of the model")
     is_folder = Path(path).is_dir()
@@ -162,6 +163,7 @@ def embedding_fingerprint(embedding: torch.Tensor) -> str:
 
 
 def first_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bytes:
+    """The first FINGERPRINT_BYTES of a tensor in `dtype`, or its own."""
     dtype = dtype or tensor.dtype
     head = tensor.flatten()[: FINGERPRINT_BYTES // dtype.itemsize].detach().to(dtype)
     return head.contiguous().view(torch.uint8).cpu().numpy().tobytes()
@@ -268,4 +270,5 @@ def _open_weights(path: Path) -> Iterator[Any]:
 
 
 def one_line(error: BaseException) -> str:
+    """A library's error in a line of 200 characters at most."""
     return " ".join(str(error).split())[:200] or type(error).__name__

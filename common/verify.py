@@ -82,10 +82,12 @@ class Parts:
 
 
 def fault(text: str) -> Finding:
+    """A finding for which engines do not load the drafter, or compute another."""
     return Finding(True, text)
 
 
 def warning(text: str) -> Finding:
+    """A finding that engines get along with."""
     return Finding(False, text)
 
 
@@ -187,6 +189,7 @@ def _least_depth(config: Mapping[str, Any]) -> int:
 
 
 def check_zlab_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The keys by which engines know a drafter of z-lab's layout."""
     dflash = config.get("dflash_config") or {}
     if absent := {"mask_token_id", "target_layer_ids"} - dflash.keys():
         yield fault(f"dflash_config lacks {', '.join(sorted(absent))}, which engines read there")
@@ -208,6 +211,7 @@ def check_zlab_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_speculators_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The keys by which vLLM knows a drafter of speculators' layout."""
     inner, vocabulary = config["transformer_layer_config"], config.get("draft_vocab_size")
     if inner.get("model_type") != "qwen3":
         yield fault(f'transformer_layer_config: model_type {inner.get("model_type")}, not "qwen3"')
@@ -235,6 +239,7 @@ def check_speculators_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_dtype_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Both spellings of the weights' type."""
     dtypes = [config.get(key) for key in ("dtype", "torch_dtype")]
     if dtypes == [None, None]:
         yield fault("neither dtype nor torch_dtype: add both, engines would load in float32")
@@ -247,6 +252,7 @@ def check_dtype_keys(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_rope(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Both places of the rotary base."""
     top, inner = config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta")
     if inner is None:
         yield warning("the rotary base stands in rope_theta alone: add rope_parameters")
@@ -260,6 +266,7 @@ def check_rope(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_layer_types(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Layer types, and the window that they need."""
     sliding = "sliding_attention" in (config.get("layer_types") or ())
     if not config.get("layer_types"):
         yield warning("layer_types is missing: all layers are taken as full attention; name them")
@@ -272,6 +279,7 @@ def check_layer_types(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_mask_token(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """The mask token is none that texts hold."""
     mask = {**config, **(config.get("dflash_config") or {})}["mask_token_id"]
     for key in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if config.get(key) == mask:
@@ -282,16 +290,19 @@ def check_mask_token(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def expected_shapes(shape: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """By name, the tensors of a drafter of that config."""
     with torch.device("meta"):
         drafter = Drafter(shape)
     return {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
 
 
 def allowed_extras(parts: Parts) -> frozenset[str]:
+    """Tensors that a layout has beside the drafter's own."""
     return EXTRA_TENSORS if is_speculators(parts.config) else frozenset()
 
 
 def check_names(parts: Parts) -> Iterator[Finding]:
+    """The names of the tensors are the drafter's own, all of them, bare."""
     own, have = set(expected_shapes(parts.shape)), set(parts.file.keys())
     for prefix in PREFIXES:
         if stray := sorted(name for name in have if name.startswith(prefix)):
@@ -317,6 +328,7 @@ def check_names(parts: Parts) -> Iterator[Finding]:
 
 
 def check_shapes(parts: Parts) -> Iterator[Finding]:
+    """The tensors' shapes are those that config.json gives."""
     wanted = expected_shapes(parts.shape)
     if is_speculators(parts.config):
         rows = (parts.shape.vocab_size, int(parts.config.get("draft_vocab_size") or 0))
@@ -328,6 +340,7 @@ def check_shapes(parts: Parts) -> Iterator[Finding]:
 
 
 def check_dtypes(parts: Parts) -> Iterator[Finding]:
+    """The tensors' types are the one that config.json says."""
     said = parts.zlab.get("dtype") or parts.zlab.get("torch_dtype")
     found: dict[str, str] = {}
     for name in sorted(set(parts.file.keys()) - {"t2d", "d2t"}):
@@ -340,12 +353,14 @@ def check_dtypes(parts: Parts) -> Iterator[Finding]:
 
 
 def check_metadata(parts: Parts) -> Iterator[Finding]:
+    """What transformers wants to read in the file's header."""
     metadata = parts.file.metadata() or {}
     if metadata.get("format") != "pt":
         yield fault(f'the file\'s metadata is {metadata}: transformers wants {{"format": "pt"}}')
 
 
 def check_finite(parts: Parts) -> Iterator[Finding]:
+    """No tensor holds inf or NaN."""
     for name in sorted(parts.file.keys()):
         tensor = parts.file.get_tensor(name)
         if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -51,6 +51,8 @@ class _Job:
 
 @dataclass(frozen=True)
 class Worker:
+    """A worker process, the connection to it, and the memory that its payloads pass through."""
+
     process: BaseProcess
     connection: Connection
     slot: mmap.mmap

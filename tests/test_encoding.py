@@ -11,18 +11,17 @@ import pyarrow as pa
 import pytest
 
 from common import encoding
+from common.assembling import AssembleTask, read_rows
 from common.chat import ChatTokenizer, EncodeSettings
 from common.encoding import (
     ENGINE,
     RENDERER,
-    AssembleTask,
     Encoder,
     EncodeTask,
     ShortcutDiffers,
     assemble_surely,
     check_surely,
     encode_surely,
-    read_rows,
 )
 from common.engines import FastEngine
 from common.plan import InputRange

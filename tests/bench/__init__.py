@@ -1,0 +1,1 @@
+"""Benchmarks, run by `make bench-...`; pytest collects none of them."""
