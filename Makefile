@@ -4,6 +4,8 @@
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
 #                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
 #                       a step of stage 3, `make bench-losses` for what each loss does to the demo
+# make gpu-checks   on a machine with a GPU: correctness, speed and memory against the planner, as
+#                       one table in under 8 minutes and in gpu-checks.json
 # make soak       a long served run whose processes are killed, against an undisturbed one
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
@@ -13,7 +15,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo demo-smollm test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses soak clean
+.PHONY: demo demo-smollm test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses gpu-checks soak clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -41,6 +43,9 @@ soak: .venv/ready
 
 bench-step: .venv/ready
 	@.venv/bin/python -m tests.bench.bench_step
+
+gpu-checks: .venv/ready
+	@.venv/bin/python -m tests.gpu --output gpu-checks.json
 
 bench-losses: .venv/ready
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.bench.bench_losses

@@ -89,7 +89,7 @@ def naive_loss(kind, hidden, head, blocks, weights, final):
     """
     log_q = (hidden @ head.T).to(weights.dtype).log_softmax(-1)
     q = log_q.exp()
-    slots = torch.arange(blocks.block_size).repeat(len(blocks.anchors))
+    slots = torch.arange(blocks.block_size, device=hidden.device).repeat(len(blocks.anchors))
     places = blocks.anchors.repeat_interleave(blocks.block_size) + slots - 1
     p = (final[places.clamp(0, len(final) - 1)] @ head.T).to(weights.dtype).softmax(-1)
     cross_entropy = -log_q.gather(1, blocks.labels[:, None])[:, 0]
