@@ -35,8 +35,8 @@ MAX_TRAINERS = 2  # more would need larger batches
 TOKENIZE_FLAGS = "--no-thinking --mask-token <empty_output> --max-length 256"
 TRAIN_FLAGS = (
     "--draft-layers 2 --block-size 8 --sliding-window 0 --gamma 4 --pack-length 512 "
-    "--global-batch 4 --anchor-ratio 0.125 --learning-rate 2.5e-3 --epochs 100 --max-steps 500 "
-    "--eval-fraction 0.1 --eval-rows 32 --eval-every 250 --save-every 100 --log-every 10"
+    "--global-batch 4 --anchor-ratio 0.125 --learning-rate 2.5e-3 --epochs 100 --max-steps 650 "
+    "--eval-fraction 0.1 --eval-rows 32 --eval-every 325 --save-every 100 --log-every 10"
 )
 
 Step = tuple[str, list[str]]
