@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.run import UsageError
+from common.run import UsageError, UserError
 
 MEASURED_SIZE = 8192  # of square matrices: large enough for a GPU's full rate
 MEASURED_BYTES = 256 << 20
@@ -49,11 +49,21 @@ DEFAULT_GPU = "rtx-pro-6000-blackwell"
 def measured_gpu() -> Gpu:
     """The first GPU of this machine: its memory, and the rates it reaches in a few seconds.
 
-    Raises UsageError where torch sees none.
+    Raises UsageError where torch sees none, UserError where it cannot run there.
     """
     if not torch.cuda.is_available():
         raise UsageError(f"--gpu auto: torch sees no CUDA device here; give {', '.join(GPUS)}")
     device = torch.device("cuda", 0)
+    try:
+        return _measure(device)
+    except RuntimeError as error:  # out of memory; a card that this build of torch has no code for
+        raise UserError(
+            f"--gpu auto: cannot measure {device} ({str(error).splitlines()[0]}); end what runs "
+            f"there, or give {', '.join(GPUS)}"
+        ) from error
+
+
+def _measure(device: torch.device) -> Gpu:
     facts = torch.cuda.get_device_properties(device)
     other = torch.device("cuda", 1) if torch.cuda.device_count() > 1 else torch.device("cpu")
     return Gpu(

@@ -21,7 +21,7 @@ from common.cache import file_sha256
 from common.checkpoint import Checkpoints
 from common.client import ServedHiddenStates
 from common.drafter import Drafter
-from common.drafter_config import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig
+from common.drafter_config import CONFIG_FILE, HEAD_DIM, WEIGHTS_FILE, DrafterConfig
 from common.drafting import TargetEnds
 from common.lifetime import StopRequest, Waiting
 from common.losses import needs_teacher
@@ -113,6 +113,8 @@ def open_hidden_states(
             device=device,
             final=args.eval_only or needs_teacher(args.loss),
         )
+        if device.type == "cuda":
+            warn_of_slow_kernels(target, log)
         return ColocatedHiddenStates(target, max_tokens_per_request=args.pack_length)
     if not re.fullmatch(f"{ADDRESS}(,{ADDRESS})*,?", args.hidden_states):
         return StoredHiddenStates(
@@ -126,6 +128,28 @@ def open_hidden_states(
         tokens_per_request=args.pack_length,
         on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
     )
+
+
+def warn_of_slow_kernels(target: Target, log: Any) -> None:
+    """A hybrid target runs without its kernels' packages too, several times slower."""
+    if slow := [name for name, there in target.fast_kernels().items() if not there]:
+        log.warning(
+            f"target={target.name} runs linear attention in the slow reference: install "
+            f"{' and '.join(slow)}"
+        )
+
+
+def check_flex(config: DrafterConfig, capability: tuple[int, int]) -> None:
+    """Raise UserError for heads whose backward in flex_attention this kind of GPU has no room for.
+
+    sm_12x (RTX PRO 6000, RTX 50xx) has 101 KB of shared memory for a block, and heads above 128
+    need 114 (pytorch/pytorch#198224).
+    """
+    if capability[0] == 12 and config.head_dim > HEAD_DIM:
+        raise run.UserError(
+            f"--draft-config: heads of {config.head_dim} are too large for --attention flex on "
+            f"this GPU (sm_{capability[0]}{capability[1]}): {HEAD_DIM} at most, or --attention sdpa"
+        )
 
 
 def read_draft_config(path: Path, flag: str, *, num_target_layers: int) -> DrafterConfig:
@@ -318,7 +342,10 @@ def build_drafter(
     if args.compile:
         drafter.compile_layers()
     policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32
+        param_dtype=getattr(torch, args.dtype),
+        reduce_dtype=torch.float32,
+        # all inputs have the compute dtype already, but the rotary tables, which are float32
+        cast_forward_inputs=False,
     )
     for module in drafter.shards:
         sharded = fully_shard(module, mesh=world.mesh, mp_policy=policy)
@@ -357,6 +384,8 @@ def prepare(
     args.layers = settle_layers(args, given)
     dataset = open_dataset(args, log, stop)
     config = drafter_config(args, given, mask_token_id=dataset.plan.settings["mask_token_id"])
+    if args.attention == "flex":
+        check_flex(config, torch.cuda.get_device_capability(world.device))
     hidden_states = open_hidden_states(args, world.device, log, stop)
     closing.callback(hidden_states.close)
     check_parts(args, hidden_states, dataset.plan)

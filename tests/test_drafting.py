@@ -1,5 +1,6 @@
 """Micro-batches have one shape whatever their rows; compiled layers are the layers."""
 
+import argparse
 import dataclasses
 from concurrent.futures import Future
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from common import dist
 from common.attention import num_compiled_graphs
@@ -18,6 +19,7 @@ from common.drafter_config import DrafterConfig
 from common.drafting import TargetEnds, accumulate_gradients, micro_batches, padded_taps
 from common.feed import ReadyStep
 from common.losses import LOSSES
+from common.setup import build_drafter
 from common.target import Taps
 from tests.gradients import make_pack
 from tests.test_losses import naive_loss
@@ -136,6 +138,59 @@ def test_flex_masks_and_layers_of_unlike_rows_are_compiled_once(monkeypatch):
         torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
         counts.append(num_compiled_graphs())
     assert 0 < counts[0] == counts[-1]
+
+
+def sharded(world, *, dtype):
+    """A drafter as the trainer builds it."""
+    args = argparse.Namespace(
+        seed=0, init_from=None, compile=False, checkpoint_layers=False, learning_rate=1e-4,
+        dtype=dtype,
+    )  # fmt: skip
+    return build_drafter(make_config(), args, world)[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sharded_drafter_compiles_flex_once(monkeypatch, layers):
+    """fully_shard takes each layer's mask apart and builds it anew, its predicate too."""
+    torch._dynamo.reset()
+    batches = make_batches(ROWS[:4])
+    masks = torch.compile(create_block_mask, backend="eager", dynamic=False)
+    monkeypatch.setattr("common.blocks.create_block_mask", masks)
+    with dist.start("cpu") as world:
+        drafter, plain = sharded(world, dtype="float32"), Drafter(make_config())
+        plain.reset_parameters(seed=0)
+        if layers:
+            drafter.compile_layers(backend="aot_eager")
+        else:
+            flex = torch.compile(flex_attention, backend="eager", dynamic=False)
+            monkeypatch.setattr("common.attention.flex_attention", flex)
+        counts = []
+        for batch in batches:
+            torch.testing.assert_close(
+                draft(drafter, batch, "flex"), draft(plain, batch, "sdpa"), atol=1e-5, rtol=1e-5
+            )
+            counts.append(num_compiled_graphs())
+    assert 0 < counts[0] == counts[-1]
+
+
+@torch.no_grad()
+def test_a_sharded_drafter_turns_by_float32_tables_in_bf16_too():
+    """A cosine in bf16 is off by up to 1/512: fully_shard would round what a layer is handed."""
+    plain = Drafter(make_config())
+    plain.reset_parameters(seed=0)
+    plain.bfloat16()
+    (batch,) = make_batches([(128,)])
+    (states,) = (taps.hidden.bfloat16() for taps in batch.taps)
+    inputs = (states[None], make_ends().embedding[batch.blocks.input_ids][None].bfloat16())
+    options = dict(
+        context_positions=1000 + batch.pack.positions[None],
+        block_positions=1000 + batch.blocks.positions[None],
+        masks=dict.fromkeys(make_config().layer_types),
+    )
+    with dist.start("cpu") as world:
+        got = sharded(world, dtype="bfloat16")(*inputs, **options)
+    assert torch.equal(got, plain(*inputs, **options))
 
 
 @pytest.mark.parametrize("checkpoint_layers", [False, True])

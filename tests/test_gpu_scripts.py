@@ -3,6 +3,8 @@
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import dist
+from common.run import UserError
+from common.setup import check_flex, warn_of_slow_kernels
+from common.target import Target
 from tests.gpu import __main__ as checks
 from tests.gpu import bench_step, bench_target
 from tests.gpu.report import Report
+from tests.tiny_models import tiny_target
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests.gpu itself runs here")
 
@@ -127,3 +133,23 @@ def test_speed_is_of_target_and_drafter_in_turn():
     ((name, text),) = checks.speed_rows(found)
     assert name == "colocated, a card" and text == "2.05e+03 tokens/s; planner 2.05e+03"
     assert checks.speed_rows({"target": found["target"]}) == []
+
+
+def test_heads_too_large_for_a_gpus_shared_memory_are_refused():
+    config = bench_step.TINY.config()
+    wide = replace(config, head_dim=256)
+    check_flex(config, (12, 0))
+    check_flex(wide, (9, 0))
+    with pytest.raises(UserError, match=r"heads of 256 .*\(sm_120\): 128 at most"):
+        check_flex(wide, (12, 0))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen3_5", 1), ("qwen3", 0)])
+def test_a_target_without_its_kernels_is_told_of(tmp_path, kind, count):
+    path = str(tiny_target(tmp_path / kind, kind=kind))
+    target = Target.load(path, layers=(1,), dtype=torch.float32, device=torch.device("cpu"))
+    said = []
+    warn_of_slow_kernels(target, SimpleNamespace(warning=said.append))
+    assert len(said) == count
+    if count:
+        assert said[0].endswith("install flash-linear-attention and causal-conv1d")

@@ -326,6 +326,18 @@ def test_measured_rates_are_those_of_the_work_done(monkeypatch):
     assert matmul_rate(cpu, size=100, seconds=1.0) == 1_000_000
 
 
+def test_a_gpu_that_cannot_be_measured_is_said_in_a_line(monkeypatch):
+    def no_code(device):
+        raise RuntimeError("CUDA error: no kernel image is available\nfor more, look there")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", no_code)
+    with pytest.raises(
+        UserError, match="--gpu auto: cannot measure cuda:0 .*no kernel image.*h100"
+    ):
+        main(["--plan", "--target", QWEN, "--gpu", "auto"])
+
+
 def test_a_plan_that_fits_nowhere_ends_with_1(capsys):
     assert main(["--plan", "--target", QWEN, "--gpu", "l40s"]) == 1
     assert (
