@@ -27,6 +27,7 @@ from common import run
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 470.0  # for all parts together
+AT_ONCE = ("-n", "3", "--dist", "loadfile")  # most of the tests' time is compilers' and imports
 GRACE_S = 10.0  # for pytest to write down what it has, once interrupted
 MACHINE = """
 import json, sys, torch
@@ -74,10 +75,10 @@ def parts(*, tiny: bool) -> list[Part]:
             (*python, "tests.gpu.bench_target", *(target if tiny else ()), "--output"),
             75,
         ),
-        Part("step", (*python, "tests.gpu.bench_step", *(step if tiny else ()), "--output"), 150),
+        Part("step", (*python, "tests.gpu.bench_step", *(step if tiny else ()), "--output"), 190),
         Part(
             "tests",
-            (*python, "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "--junitxml"),
+            (*python, "pytest", "-q", *AT_ONCE, "tests/gpu", "--junitxml"),
             300,
         ),
     ]

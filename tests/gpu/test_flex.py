@@ -73,7 +73,7 @@ def test_attention_and_its_gradients(dtype, tolerance, window, causal, record_pr
         make = flex_mask if form == "flex" else dense_mask
         mask = make(pack, blocks, sliding_window=window, causal=causal)
         with_gradients = ON_CUDA or form == "dense"
-        leaves = [tensor.to(wide).requires_grad_(with_gradients) for tensor in inputs]
+        leaves = [tensor.to(wide, copy=True).requires_grad_(with_gradients) for tensor in inputs]
         output = attend(*(leaf.transpose(1, 2) for leaf in leaves), mask)
         results[form] = [output.detach()]
         if ON_CUDA:
