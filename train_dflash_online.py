@@ -540,6 +540,14 @@ def refuse_changes(
     return differing
 
 
+def former_settings(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The settings that a run had before these ones, by its checkpoint; none in a fresh run."""
+    if old is None:
+        return []
+    before = old.get("former_settings", [])  # none in checkpoints of earlier versions
+    return before if old["settings"] == new else [*before, old["settings"]]
+
+
 def restore(
     setup: Setup,
     drafter: nn.Module,
@@ -555,6 +563,7 @@ def restore(
             Cursor(**old["cursor"]),
             old["horizon"],
             Guards.from_json(old["guards"]),
+            former_settings(old, setup.settings),
             saved=old["step"],
         )
     return RunState(0, Cursor(), horizon_of(setup), Guards())
@@ -706,7 +715,8 @@ def run_training(
         if changed:
             log.warning(f"goes on with other settings than it began with: {sorted(changed)}")
     mirrored = checkpoints.mirrored_state()
-    if mirrored is not None:
+    # a mirror that lags behind may hold the settings that the run had before --allow-change
+    if mirrored is not None and mirrored["settings"] not in former_settings(old, setup.settings):
         refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
     export_config(setup.config, layout=args.export_format, target=args.target)  # not at the end
     exported = exported_layout(args.output / "export") == args.export_format

@@ -16,7 +16,7 @@ from common.run import UserError
 
 BAND_STEPS = 10  # that set the band
 BAND_FACTOR = 3.0  # how far outside of what they showed a median norm may lie
-MAX_SKIPPED = 10  # steps in a row without a finite loss
+MAX_SKIPPED = 10  # steps in a row without a finite loss; so many end the run
 
 
 def tap_figures(taps: torch.Tensor, real: torch.Tensor, *, num_layers: int) -> torch.Tensor:
@@ -95,10 +95,16 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def count(self, *, skipped: bool) -> bool:
-        """Note a step; whether there were too many in a row now."""
+        """Note a step; whether it is one too many in a row.
+
+        That one is not noted: it ends the run before it counts as a step, and a resume takes it
+        again.
+        """
+        if skipped and self.in_a_row + 1 >= MAX_SKIPPED:
+            return True
         self.total += skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        return self.in_a_row >= MAX_SKIPPED
+        return False
 
 
 @dataclass

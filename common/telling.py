@@ -115,7 +115,7 @@ def print_dry_run(training: Training, feed: StepFeed) -> None:
     """One step on the first batch, which changes nothing: the memory and the time it takes."""
     ready = feed.next(lambda: training.stop.signum is not None)
     if not training.world.agree(ready is not None):
-        if training.stop.signum is not None:
+        if training.stop.signum is not None or ready is not None:  # or another rank was stopped
             raise Stopped
         raise run.UserError("--dry-run: no step is left to take: the data is at its end")
     assert ready is not None

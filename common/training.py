@@ -16,7 +16,7 @@ from common.checkpoint import Checkpoints
 from common.drafting import StepSums, accumulate_gradients, micro_batches
 from common.evaluating import evaluate_rows
 from common.feed import ReadyStep
-from common.guards import Guards
+from common.guards import MAX_SKIPPED, Guards
 from common.journal import Journal
 from common.lifetime import StopRequest
 from common.memory import Memory, measure_memory
@@ -32,12 +32,16 @@ SKIPPED_ROWS_FILE = "skipped-rows.json"
 
 @dataclass
 class RunState:
-    """Where the run stands; `saved` and `evaluated` are the steps at which that was done last."""
+    """Where the run stands; `saved` and `evaluated` are the steps at which that was done last.
+
+    former: the settings that the run had before an --allow-change, each time.
+    """
 
     step: int
     cursor: Cursor
     horizon: int
     guards: Guards
+    former: list[dict[str, Any]] = field(default_factory=list)
     saved: int = -1
     evaluated: int = -1
 
@@ -175,7 +179,7 @@ def note_skipped(training: Training, ready: ReadyStep, *, skipped: bool) -> None
     if training.world.is_main:
         run.write_atomic(path, run.json_bytes({"step": step, "row_ids": ready.step.row_ids}))
     raise run.UserError(
-        f"{counts.in_a_row} steps in a row without a finite loss; the last one's row ids are in "
+        f"{MAX_SKIPPED} steps in a row without a finite loss; the last one's row ids are in "
         f"{path}. Look at them, or lower --learning-rate"
     )
 
@@ -263,6 +267,7 @@ def save_checkpoint(training: Training, *, finished: bool) -> None:
         state={
             "cursor": vars(state.cursor),
             "finished": finished,
+            "former_settings": state.former,
             "guards": state.guards.to_json(),
             "horizon": state.horizon,
             "settings": training.setup.settings,

@@ -388,21 +388,20 @@ def check_forward(parts: Parts) -> Iterator[Finding]:
             )
 
 
+def read_shape(folder: Path) -> DrafterConfig:
+    """The shape that a folder's config.json gives, in either layout."""
+    config = read_config(folder)
+    return DrafterConfig.from_json(zlab_json(config, num_target_layers=_least_depth(config)))
+
+
 def read_drafter(folder: Path) -> Drafter:
     """The drafter of a folder, from its files alone, in float32 on the CPU."""
-    config = read_config(folder)
-    shape = DrafterConfig.from_json(zlab_json(config, num_target_layers=_least_depth(config)))
+    shape = read_shape(folder)
     with _open_weights(folder / WEIGHTS_FILE) as file:
-        return drafter_with(
-            shape, {name: file.get_tensor(name).float() for name in expected_shapes(shape)}
-        )
-
-
-def drafter_with(config: DrafterConfig, weights: Mapping[str, torch.Tensor]) -> Drafter:
-    """A drafter on the CPU that holds these very tensors, not copies."""
+        weights = {name: file.get_tensor(name).float() for name in expected_shapes(shape)}
     with torch.device("meta"):
-        drafter = Drafter(config)
-    drafter.load_state_dict(dict(weights), assign=True)
+        drafter = Drafter(shape)
+    drafter.load_state_dict(weights, assign=True)  # no copies
     return drafter
 
 

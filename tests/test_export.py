@@ -523,6 +523,16 @@ def test_files_that_are_not_what_was_trained_are_not_published(target, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_an_export_runs_the_training_forward_once(target, tmp_path, monkeypatch, layout):
+    runs, forward = [], Drafter.forward
+    monkeypatch.setattr(Drafter, "forward", lambda *a, **k: runs.append(1) or forward(*a, **k))
+    no_sliding = make_config(layer_types=("full_attention",) * 3)  # though a window is named
+    for number, config in enumerate((make_config(), no_sliding), start=1):
+        write(tmp_path / str(number), target, layout=layout, drafter=make_drafter(config))
+        assert len(runs) == number
+
+
 def test_a_full_disk_leaves_the_export_before(target, tmp_path):
     folder = write(tmp_path / "export", target)
     before = (folder / "model.safetensors").read_bytes()
