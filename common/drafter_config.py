@@ -18,6 +18,9 @@ DFLASH2_SHAPE = {  # of z-lab's released DFlash 2; the names are those of dflash
     "selector_top_k": 16,
 }
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"  # of a published drafter
+NUMBERS: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}  # JSON's 1 and 1.0
+# What makes another model of the same weights; its value in a plain DFlash drafter.
+PLAIN = {"projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 HEAD_DIM = 128
 
@@ -64,8 +67,9 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         for part in fields(self):
-            value, least = getattr(self, part.name), int(part.name != "mask_token_id")
-            if part.type is int and (type(value) is not int or value < least):
+            value, floor = getattr(self, part.name), -1 if part.name == "mask_token_id" else 0
+            kinds = NUMBERS.get(part.type, ())
+            if kinds and not (type(value) in kinds and value > floor):
                 raise UserError(f"drafter config: {part.name} is {value!r}, not a number above 0")
         if self.head_dim % 2 or self.num_attention_heads % self.num_key_value_heads:
             raise UserError("drafter config: heads must share key-value heads, head_dim be even")
@@ -75,7 +79,7 @@ class DrafterConfig:
         if unknown:
             raise UserError(f"drafter config: unknown layer types {sorted(unknown)}")
         if "sliding_attention" in self.layer_types and (
-            (self.sliding_window or 0) < self.block_size
+            type(self.sliding_window) is not int or self.sliding_window < self.block_size
         ):
             raise UserError(
                 f"drafter config: sliding_attention layers need a sliding_window of at least a "
@@ -110,7 +114,7 @@ class DrafterConfig:
 
     def _check_target_layers(self) -> None:
         ids, depth = self.target_layer_ids, self.num_target_layers
-        if not ids or not all(0 <= layer < depth for layer in ids):
+        if not ids or not all(type(layer) is int and 0 <= layer < depth for layer in ids):
             raise UserError(
                 f"drafter config: target_layer_ids {ids} out of range (0 to {depth - 1})"
             )
@@ -285,7 +289,9 @@ def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any, *, draft: st
     ]
     causal = flat.get("is_causal")
     causal = flat.get("causal") if causal is None else causal
-    kind = (rope_scaling or {}).get("rope_type") or flat.get("rope_type")
+    scaling, rope = (  # "type" is the older name, which transformers reads too
+        keys.get("rope_type") or keys.get("type") for keys in (rope_scaling or {}, flat)
+    )
     odd = {
         "attention_bias": flat.get("attention_bias"),
         "hidden_act": flat.get("hidden_act", "silu") != "silu",
@@ -293,10 +299,12 @@ def _refuse_other_maths(flat: Mapping[str, Any], rope_scaling: Any, *, draft: st
             (kind if causal is None else causal) != (kind and draft == "dflash") for kind in sliding
         ),
         **{name: draft == "dflash" and name in flat for name in DFLASH2_SHAPE},
+        **{name: (flat.get(name) or plain) != plain for name, plain in PLAIN.items()},
         "mrope_section": flat.get("mrope_section"),
         "partial_rotary_factor": flat.get("partial_rotary_factor", 1.0) != 1.0,
-        "rope_scaling": rope_scaling and kind != "default",
-        "rope_type": (kind or "default") != "default",
+        "quantization_config": flat.get("quantization_config"),
+        "rope_scaling": rope_scaling and scaling != "default",
+        "rope_type": (rope or "default") != "default",
         "use_swa": flat.get("use_swa"),
     }
     if wrong := [key for key, is_odd in odd.items() if is_odd]:

@@ -22,7 +22,7 @@ from common.evaluate import evaluate
 from common.evaluation_report import HTML_FILE, write_report
 from common.lifetime import StopRequest
 from common.losses import DEFAULT_GAMMA
-from common.real_decoding import real_figures
+from common.real_decoding import real_figures, rows_to_decode
 from common.setup import Setup, build_drafter, given_config, prepare
 from common.shards import Shard
 from common.stepfolders import find_newest
@@ -110,14 +110,15 @@ def evaluate_only(
     if subject.state is not None:
         checkpoint.load_weights(subject.path, model=drafter)
     held_out = held_out_rows(setup, subject)
+    to_decode = rows_to_decode(held_out, args.decode)
     if world.is_main:
         log.info(f"evaluating drafter={subject.path} rows={held_out.rows}")
     result = evaluate_rows(setup, drafter, held_out, sample_controls=False)
     real = None
-    if args.decode:
+    if to_decode:
         if world.is_main:
-            log.info(f"decoding rows={min(args.decode, held_out.rows)}")
-        real = real_figures(setup, drafter, held_out, result.drafts)
+            log.info(f"decoding rows={len(to_decode)}")
+        real = real_figures(setup, drafter, to_decode, result.drafts)
     if world.is_main:
         parameters = sum(parameter.numel() for parameter in drafter.parameters())
         report = {
@@ -250,7 +251,7 @@ def make_report(
             "walked_steps": sum(steps for _, steps in walked),
         },
         "expected": expected_figures(result, temperature=args.temperature),
-        "histogram": torch.bincount(drafts.lengths, minlength=size + 1)[1:].tolist(),
+        "histogram": drafts.histogram(block_size=size),
         "slots": slots,
         "controls": [
             {**dataclasses.asdict(control), "share": control.share} for control in result.controls
@@ -359,7 +360,8 @@ def print_figures(report: Mapping[str, Any], path: Path) -> None:
             (f"acceptance length, real, {real['rows']} rows",
              f"greedy {real['greedy']['tokens_per_step']:.3f} (walked {real['walked']:.3f}), "
              f"sampled {real['sampled']['tokens_per_step']:.3f}"),
-            ("greedy text as without a drafter", f"{real['same_text']} of {real['rows']} rows"),
+            ("greedy text as without a drafter",
+             f"{real['same_text']} of {real['rows']} rows; as in the data {real['own_text']}"),
         ]  # fmt: skip
     rows.append(("controls", report["verdict"]))
     if speed is not None:

@@ -4,9 +4,9 @@ metrics.jsonl holds one JSON object a line: every step (step, loss, slot_accurac
 learning_rate, tokens, loss_tokens, anchors, skipped_steps, time, *_s, *_per_s; loss and grad_norm
 are null where the step was skipped) and every evaluation (step, eval_loss,
 eval_acceptance_length, eval_walked_acceptance_length, eval_zeroed_acceptance_length,
-eval_shifted_acceptance_length, eval_slot_accuracy, eval_rows, time; with --final hidden states
-eval_expected_acceptance_length). Keys that end in _s or _per_s and `time` are the only ones that
-differ between equal runs.
+eval_shifted_acceptance_length, eval_slot_accuracy, eval_slot_conditional_accuracy,
+eval_histogram, eval_rows, time; with --final hidden states eval_expected_acceptance_length). Keys
+that end in _s or _per_s and `time` are the only ones that differ between equal runs.
 """
 
 import contextlib

@@ -1,14 +1,16 @@
 """--decode: held-out prompts completed for real, with the drafter and without it."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.batches import HeldOut
 from common.decode import Decoded, decode_figures, decode_rows, pack_rows_apart
 from common.drafter import Drafter
+from common.run import UserError
 from common.setup import Setup
 from common.target import Target
 from common.verdict import Drafts
@@ -29,14 +31,35 @@ def target_to_decode(setup: Setup) -> Target:
     )
 
 
-def real_figures(setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts) -> dict[str, Any]:
-    """Figures of the first --decode rows, greedy and sampled at --temperature.
+def rows_to_decode(held_out: HeldOut, count: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """The first `count` held-out rows that have a prompt to begin with, by their number.
+
+    Ready-made ids may be supervised from the first one on. Raises UserError when there is none.
+    """
+    rows = enumerate(pack_rows_apart(held_out.packs))
+    prompted = ((number, (ids, mask)) for number, (ids, mask) in rows if not mask[0])
+    found = dict(itertools.islice(prompted, count))
+    if count and not found:
+        raise UserError(
+            f"--decode {count}: none of the {held_out.rows} held-out rows has a prompt, all are "
+            "supervised from their first token on"
+        )
+    return found
+
+
+def real_figures(
+    setup: Setup,
+    drafter: Any,
+    numbered: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    drafts: Drafts,
+) -> dict[str, Any]:
+    """Figures of the rows of rows_to_decode, greedy and sampled at --temperature.
 
     Every rank of a sharded drafter calls it, and decodes all rows. `walked` is the simulated figure
     of the same rows, which the greedy one equals where their text is the target's own greedy text.
     """
     args, target = setup.args, target_to_decode(setup)
-    rows = list(itertools.islice(pack_rows_apart(held_out.packs), args.decode))
+    rows = list(numbered.values())
 
     def decode(drafter: Drafter | None, temperature: float) -> list[Decoded]:
         return list(decode_rows(target, drafter, rows, temperature=temperature, seed=args.seed))
@@ -46,7 +69,8 @@ def real_figures(setup: Setup, drafter: Any, held_out: HeldOut, drafts: Drafts) 
             next(decode_rows(target, warm, rows[:1], temperature=0.0, seed=args.seed))
     greedy, plain = decode(drafter, 0.0), decode(None, 0.0)
     sampled = decode(drafter, args.temperature)
-    walked = drafts.walk(block_size=setup.config.block_size)[: len(rows)]
+    walks = drafts.walk(block_size=setup.config.block_size)
+    walked = [walks[number] for number in numbered]
     return {
         "rows": len(rows),
         "temperature": args.temperature,

@@ -8,15 +8,13 @@ count from the embedding's output: one more than target_layer_ids.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.drafter_config import ARCHITECTURES, DrafterConfig
+from common.drafter_config import ARCHITECTURES, PLAIN, DrafterConfig
 from common.run import UserError
 
 # Tensors beside the drafter's own: the target's, and the maps of a reduced vocabulary.
 ENDS = ("embed_tokens.weight", "lm_head.weight")
 EXTRA_TENSORS = frozenset([*ENDS, "verifier_norm.weight", "verifier_lm_head.weight", "t2d", "d2t"])
 NOT_OF_THE_LAYERS = ("architectures", "block_size", "dflash_config")
-# What makes another model of the same weights; its value in a plain DFlash drafter.
-PLAIN = {"projector_type": "dflash", "sample_from_anchor": False, "shift_label": False}
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

@@ -232,6 +232,8 @@ def metrics(result: Evaluation) -> dict[str, Any]:
         "eval_acceptance_length": result.acceptance_length,
         "eval_walked_acceptance_length": result.walked_acceptance_length,
         "eval_slot_accuracy": [value or 0.0 for value in result.slot_accuracy],
+        "eval_slot_conditional_accuracy": list(result.slot_conditional_accuracy),
+        "eval_histogram": result.drafts.histogram(block_size=len(result.slot_accuracy) + 1),
     }
     if result.expected_acceptance_length is not None:
         figures["eval_expected_acceptance_length"] = result.expected_acceptance_length
@@ -243,10 +245,15 @@ def metrics(result: Evaluation) -> dict[str, Any]:
 def refuse_export(training: Training) -> None:
     """Raise UserError for a drafter that ignores its context, unless --force lets it through.
 
-    A drafter that is too weak to tell is exported with a warning.
+    A drafter that is too weak to tell, or that was not evaluated, is exported with a warning.
     """
     result, args = training.evaluation, training.args
     if result is None:
+        if training.world.is_main:
+            training.log.warning(
+                "exported, though no row was held out to tell whether the drafter uses its "
+                "context: --eval-only with --eval-fraction tells it"
+            )
         return
     if result.ignores_context and not args.force:
         raise run.UserError(

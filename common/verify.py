@@ -270,8 +270,9 @@ def check_layer_types(config: Mapping[str, Any]) -> Iterator[Finding]:
     sliding = "sliding_attention" in (config.get("layer_types") or ())
     if not config.get("layer_types"):
         yield warning("layer_types is missing: all layers are taken as full attention; name them")
-    if sliding and config.get("use_sliding_window") is False:
-        yield fault("use_sliding_window is false, so transformers drops the window: set it to true")
+    if sliding and not config.get("use_sliding_window"):
+        said = "is missing" if config.get("use_sliding_window") is None else "is false"
+        yield fault(f"use_sliding_window {said}, so transformers drops the window: set it to true")
     if not sliding and config.get("use_sliding_window"):
         yield warning("use_sliding_window is true, and no layer slides: set it to false")
     if "is_causal" in config and draft_kind(config) == "dflash":
@@ -325,13 +326,27 @@ def check_names(parts: Parts) -> Iterator[Finding]:
         reduced = parts.config.get("draft_vocab_size") != parts.shape.vocab_size
         if reduced and not {"d2t", "lm_head.weight"} <= have:
             yield fault("a reduced vocabulary needs d2t and a lm_head.weight of its own")
+        if reduced and "d2t" in have:
+            yield from check_draft_words(parts)
+
+
+def check_draft_words(parts: Parts) -> Iterator[Finding]:
+    """d2t: for each word of the draft's vocabulary, how far behind its own id the target's is."""
+    offsets, size = parts.file.get_tensor("d2t"), parts.config.get("draft_vocab_size")
+    if tuple(offsets.shape) != (size,):
+        yield fault(f"d2t is {tuple(offsets.shape)}, not ({size},) as draft_vocab_size says")
+        return
+    words = torch.arange(len(offsets)) + offsets
+    if not ((words >= 0) & (words < parts.shape.vocab_size)).all():
+        yield fault(f"d2t names words outside of the target's {parts.shape.vocab_size}")
 
 
 def check_shapes(parts: Parts) -> Iterator[Finding]:
     """The tensors' shapes are those that config.json gives."""
     wanted = expected_shapes(parts.shape)
     if is_speculators(parts.config):
-        rows = (parts.shape.vocab_size, int(parts.config.get("draft_vocab_size") or 0))
+        reduced = parts.config.get("draft_vocab_size")
+        rows = (parts.shape.vocab_size, reduced if isinstance(reduced, int) else 0)
         wanted |= {name: (n, parts.shape.hidden_size) for name, n in zip(ENDS, rows, strict=True)}
     for name in sorted(wanted.keys() & set(parts.file.keys())):
         shape, _ = parts.facts(name)
@@ -362,8 +377,10 @@ def check_metadata(parts: Parts) -> Iterator[Finding]:
 def check_finite(parts: Parts) -> Iterator[Finding]:
     """No tensor holds inf or NaN."""
     for name in sorted(parts.file.keys()):
+        if parts.facts(name)[1] not in FLOAT_TYPES:  # another fault, or whole numbers
+            continue
         tensor = parts.file.get_tensor(name)
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if not tensor.isfinite().all():
             count = int((~tensor.isfinite()).sum())
             yield fault(f"{name}: {count} values are not finite: export an earlier checkpoint")
 
@@ -372,6 +389,8 @@ def check_forward(parts: Parts) -> Iterator[Finding]:
     """The drafter built from the files, in training's form, against the formulas in float32."""
     sample, drafter = seeded_sample(parts.shape), read_drafter(parts.folder)
     states = reference_states(parts.file.get_tensor, parts.shape, sample)
+    if not states.any():
+        yield fault("its states are 0 whatever it reads: export an earlier checkpoint")
     compared = {"forward": (training_states(drafter, sample), states)}
     if drafter.candidate_selector is not None:
         words = seeded_words(parts.shape)
