@@ -1,6 +1,6 @@
-"""A small sharded model whose checkpoints tests save, in their own process or under torchrun.
+"""A small sharded model whose checkpoints tests save, in their own process or on ranks.
 
-python tests/checkpoint_ranks.py MODE FOLDER ...: see the functions at the end.
+checkpoint_ranks MODE FOLDER ...: see the functions at the end.
 """
 
 import logging
@@ -8,15 +8,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch._dynamo  # optimizers import it late: once here, not in every forked child
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import checkpoint, dist
 from common.mirror import Mirror
@@ -183,9 +181,9 @@ def kill_before_opening(path: Path) -> Callable[[str, tuple], None]:
     return hook
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    mode, *arguments = sys.argv[1:]
+    mode, *arguments = sys.argv[1:] if argv is None else argv
     modes = {"kill": kill_everywhere, "full": full_disk, "upload": killed_upload}
     modes[mode](*arguments)
-    os._exit(0)
+    return 0

@@ -4,6 +4,7 @@ They are forked from a server that has, which takes most of the seconds of a sho
 as from a shell: arguments, environment, exit code, output, signals.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -15,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import IO, Any
+
+from torch.distributed import TCPStore
 
 from common import run
 
@@ -79,16 +82,48 @@ def run_to_end(
     name: str, argv: Sequence[object], *, env: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess:
     """What subprocess.run gives for it, output captured."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = Popen(name, argv, env=env, stdout=out, stderr=err)
+    return _run_all(name, argv, [env], timeout)
+
+
+def run_ranks(
+    name: str, argv: Sequence[object], *, ranks: int, env: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess:
+    """The same on some ranks, which meet as torchrun's do, in a store that is not theirs.
+
+    Nobody ends the others when one fails. The exit code is the first that is not 0; the outputs
+    follow one another.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    environments = [
+        {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
+    ]
+    return _run_all(name, argv, environments, timeout)
+
+
+def _run_all(
+    name: str, argv: Sequence[object], environments: Sequence[Mapping[str, str]], timeout: float
+) -> subprocess.CompletedProcess:
+    with contextlib.ExitStack() as opened:
+        outputs, errors, processes = [], [], []
+        for env in environments:
+            for files in (outputs, errors):
+                files.append(opened.enter_context(tempfile.TemporaryFile("w+")))
+            processes.append(Popen(name, argv, env=env, stdout=outputs[-1], stderr=errors[-1]))
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        texts = [file.seek(0) or file.read() for file in (out, err)]
-        return subprocess.CompletedProcess(process.args, code, *texts)
+            codes = [process.wait(timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        texts = [
+            "".join(file.seek(0) or file.read() for file in files) for files in (outputs, errors)
+        ]
+        code = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess(processes[0].args, code, *texts)
 
 
 def _place(output: int | IO | None, fifo: Path) -> str | None:

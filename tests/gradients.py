@@ -1,15 +1,14 @@
-"""A program for torchrun: the gradients of one step on a fixed global batch of four packs.
+"""A program for ranks: the gradients of one step on a fixed global batch of four packs.
 
-    gradients.py TARGET OUTPUT MICRO_BATCH [MICRO_BATCH ...]
+    gradients DRAFT TARGET OUTPUT MICRO_BATCH [MICRO_BATCH ...]
 
-The drafter is of the kind that GRADIENTS_OF names, a DFlash by default. For each loss and size of
-micro-batch rank 0 saves OUTPUT-LOSS-SIZE.safetensors: {"loss": ..., name: gradient} with the full
-gradients, before clipping.
+DRAFT is the kind of drafter. For each loss and size of micro-batch rank 0 saves
+OUTPUT-LOSS-SIZE.safetensors: {"loss": ..., name: gradient}, the full gradients before clipping.
 """
 
 import itertools
-import os
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -45,7 +44,8 @@ def make_pack(lengths: tuple[int, ...], generator: np.random.Generator) -> Packe
     return PackedRows(ids, mask, documents, positions, tuple(lists))
 
 
-def main(target_folder: str, output: str, sizes: list[int]) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    draft, target_folder, output, *sizes = sys.argv[1:] if argv is None else argv
     torch.set_num_threads(1)
     with dist.start("cpu") as world:
         target = Target.load(
@@ -54,8 +54,8 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         )  # fmt: skip
         hidden_states = ColocatedHiddenStates(target, max_tokens_per_request=1000)
         flags = ["--data", "x", "--target", target_folder, "--output", "x", "--draft-layers", "2"]
-        flags += ["--draft", os.environ.get("GRADIENTS_OF", "dflash")]
-        flags += ["--block-size", "8", "--sliding-window", "16", "--pack-length", "128"]
+        flags += ["--draft", draft, "--block-size", "8", "--sliding-window", "16"]
+        flags += ["--pack-length", "128"]
         args = trainer.parse_args(flags)
         args.layers = LAYERS
         config = setup.drafter_config(args, None, mask_token_id=100)
@@ -67,7 +67,7 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
         mine = packs[share * world.rank : share * (world.rank + 1)]
         taps = [ask(hidden_states, pack, final=True) for pack in mine]
         ready = ReadyStep(None, share * world.rank, tuple(mine), tuple(taps))
-        for kind, size in itertools.product(LOSSES, sizes):
+        for kind, size in itertools.product(LOSSES, map(int, sizes)):
             drafter.zero_grad()
             batches = micro_batches(
                 ready, config, step=1, seed=0, size=size, num_anchors=16, gamma=4.0,
@@ -83,7 +83,4 @@ def main(target_folder: str, output: str, sizes: list[int]) -> None:
                 found[name] = full.contiguous()
             if world.is_main:
                 save_file(found, f"{output}-{kind}-{size}.safetensors")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], [int(size) for size in sys.argv[3:]])
+    return 0

@@ -17,6 +17,7 @@ import boto3
 import pytest
 
 KEY, SECRET = "test-key", "test-secret"
+PAGE_KEYS = 200  # of moto's listings, instead of 1,000
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def rclone_command(port: int, folder: Path) -> list[str]:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[S3Server]:
     port = free_port()
-    with serving(moto_command(port), port) as server:
+    environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE_KEYS)}
+    with serving(moto_command(port), port, environment=environment) as server:
         yield server
 
 

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from common.mirror import Mirror
 from common.run import UserError
 from common.stepfolders import find_newest, kept_steps, whole_steps
 from common.store import LocalStore, open_store
+from tests import forked
 from tests.checkpoint_ranks import LOG, Training
 from tests.tiny_run import ENVIRONMENT
-
-PROGRAM = str(Path(__file__).parent / "checkpoint_ranks.py")
 
 
 @pytest.fixture
@@ -35,16 +33,10 @@ def bucket(moto, monkeypatch, request):
 
 
 def run_program(*arguments: str, ranks: int = 0, **environment: str) -> subprocess.CompletedProcess:
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*launcher, PROGRAM, *arguments],
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    how = dict(env={**ENVIRONMENT, **environment}, timeout=120)
+    if not ranks:
+        return forked.run_to_end("tests.checkpoint_ranks", arguments, **how)
+    return forked.run_ranks("tests.checkpoint_ranks", arguments, ranks=ranks, **how)
 
 
 def save_steps(training: Training, *steps: int) -> dict[int, dict[str, torch.Tensor]]:

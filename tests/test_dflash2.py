@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,7 +36,7 @@ from common.losses import block_loss
 from common.run import UserError
 from common.selection import highest, selector_loss, top_words, walk
 from common.verify import verify
-from tests import test_decode, test_drafting, test_parity
+from tests import forked, test_decode, test_drafting, test_parity
 from tests.test_drafter import qwen_config
 from tests.test_export import findings, write
 from tests.tiny_models import tiny_drafter_config, tiny_target
@@ -46,9 +44,6 @@ from tests.tiny_run import (
     ENVIRONMENT,
     assert_same_run,
     comparable,
-    make_inputs,
-    make_target,
-    tokenize,
     train,
 )
 
@@ -605,10 +600,8 @@ def test_an_export_is_checked_against_the_formulas(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dflash2")
-    folder = make_target(root / "target")
-    return tokenize(make_inputs(root / "in"), root / "data", folder), folder
+def parts(tiny):
+    return tiny.data, tiny.target
 
 
 @pytest.fixture(scope="module")
@@ -670,13 +663,9 @@ def test_gradients_are_equal_on_any_split(parts, tmp_path):
     """One rank x 4 packs, two x 2: the same gradients to 1e-5, the selector's too."""
     found = {}
     for ranks in (1, 2):
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        program = [str(Path(__file__).parent / "gradients.py"), str(parts[1])]
-        result = subprocess.run(
-            [sys.executable, *launcher, *program, str(tmp_path / f"{ranks}"), "1"],
-            env={**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent.parent),
-                 "GRADIENTS_OF": "dflash2"},
-            capture_output=True, text=True, timeout=120,
+        result = forked.run_ranks(
+            "tests.gradients", ["dflash2", parts[1], tmp_path / f"{ranks}", "1"], ranks=ranks,
+            env=ENVIRONMENT, timeout=120,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         for kind in ("ce", "dpace", "kd"):

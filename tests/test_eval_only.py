@@ -8,12 +8,10 @@ import pytest
 
 import train_dflash_online
 from common.run import UserError
-from tests.forked import run_to_end
+from tests.forked import Popen, run_to_end
 from tests.tiny_run import (
     ENVIRONMENT,
     comparable,
-    make_inputs,
-    make_target,
     tokenize,
     train,
     training_command,
@@ -23,10 +21,8 @@ SHORT = ("--max-steps", "6", "--save-every", "2")
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("evaluation")
-    target = make_target(root / "target")
-    return tokenize(make_inputs(root / "in"), root / "data", target), target
+def parts(tiny):
+    return tiny.data, tiny.target
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +125,24 @@ def test_figures_hang_together(parts, refused, tmp_path):
     assert report["expected"]["temperature"] == 0.5
 
 
+def test_a_signal_ends_it_at_once_and_leaves_no_report(parts, refused, tmp_path):
+    data, target = parts
+    command = ["--data", data, "--target", target, "--output", tmp_path / "new", "--eval-only"]
+    command += ["--checkpoint", refused[0] / "checkpoints/step-00000004", "--decode", "100"]
+    process = Popen(
+        "train_dflash_online", command, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    for line in process.stderr:
+        if " evaluating drafter=" in line:
+            process.terminate()
+            break
+    said = process.stderr.read()
+    assert process.wait(timeout=30) == 143
+    assert said.splitlines()[-1] == "train_dflash_online.py: terminated", said
+    assert "Traceback" not in said and not list((tmp_path / "new").glob("report*"))
+
+
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(parts, refused, tmp_path):
     (checkpoint,) = refused[0].glob("checkpoints/step-00000006")
@@ -146,10 +160,9 @@ def test_two_ranks_find_what_one_finds(parts, refused, tmp_path):
     assert two == one
 
 
-def test_a_published_drafter_is_judged_before_any_training(parts, forced, tmp_path):
-    _, target = parts
-    run, _ = forced
-    first = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target, "--shards", "0:1")
+def test_a_published_drafter_is_judged_before_any_training(tiny, forced, tmp_path):
+    target, (run, _) = tiny.target, forced
+    first = tokenize(tiny.inputs, tmp_path / "data", target, "--shards", "0:1")
     report, result = evaluate(
         (first, target), tmp_path / "new", "--init-from", run / "export",
         "--eval-fraction", "1", "--pack-length", "256",

@@ -28,7 +28,7 @@ from common.verify import Check, config_checks, read_drafter, verify
 from tests import forked
 from tests.test_drafter import EXPECTED_CONFIG, qwen_config
 from tests.tiny_models import tiny_drafter_config, tiny_target
-from tests.tiny_run import ENVIRONMENT, make_inputs, make_target, tokenize, train
+from tests.tiny_run import ENVIRONMENT, train
 
 HIDDEN, WORDS = 64, 128
 
@@ -643,10 +643,8 @@ def test_a_file_in_a_folders_place_is_one_line_at_the_start(target, tmp_path, na
 
 
 @pytest.fixture(scope="module")
-def run_parts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("run")
-    made = make_target(root / "target")
-    return tokenize(make_inputs(root / "in", files=1), root / "data", made), made
+def run_parts(tiny):
+    return tiny.data, tiny.target
 
 
 def block_export(run):

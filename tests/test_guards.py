@@ -21,7 +21,7 @@ from common.setup import load_weights
 from common.status import Status, print_status, read_status
 from common.store import open_store
 from tests.test_stored import write
-from tests.tiny_run import TRAINER, make_inputs, make_target, tokenize, train
+from tests.tiny_run import TRAINER, make_target, train
 
 LAYERS = (3, 7)
 
@@ -87,10 +87,8 @@ def test_too_many_skipped_steps_in_a_row_are_noticed():
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("guards")
-    target = make_target(root / "target")
-    return target, tokenize(make_inputs(root / "in"), root / "data", target)
+def parts(tiny):
+    return tiny.target, tiny.data
 
 
 def test_steps_without_a_number_are_skipped_and_ten_end_the_run(parts, tmp_path):

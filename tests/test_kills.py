@@ -22,9 +22,6 @@ from tests.tiny_run import (
     FLAGS,
     TRAINER,
     assert_same_run,
-    make_inputs,
-    make_target,
-    tokenize,
     train,
     training_command,
 )
@@ -36,9 +33,8 @@ TORCHRUN = (
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_change_nothing(tmp_path, kills):
-    target = make_target(tmp_path / "target")
-    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+def test_kills_change_nothing(tiny, tmp_path, kills):
+    _, data, target = tiny
     steps = str(3 * kills + 4)
     flags = ("--save-every", "2", "--epochs", "8", "--max-steps", steps, "--eval-every", "9")
     calm = train(data, target, tmp_path / "calm", *flags)
@@ -75,9 +71,8 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_a_dropped_connection_ends_no_run(tmp_path, launcher):
-    target = make_target(tmp_path / "target")
-    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+def test_a_dropped_connection_ends_no_run(tiny, tmp_path, launcher):
+    _, data, target = tiny
     output = tmp_path / "run"
     command = [sys.executable, *launcher, TRAINER, *training_command(data, target, output)]
     if launcher:
@@ -99,9 +94,8 @@ def test_a_dropped_connection_ends_no_run(tmp_path, launcher):
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_ends_its_workers(tmp_path):
-    target = make_target(tmp_path / "target")
-    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+def test_a_killed_launcher_ends_its_workers(tiny, tmp_path):
+    _, data, target = tiny
     flags = training_command(data, target, tmp_path / "run", "--epochs", "1000")
     with (tmp_path / "log.txt").open("w") as log:
         launcher = subprocess.Popen(
@@ -123,9 +117,8 @@ def test_a_killed_launcher_ends_its_workers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_short_soak(tmp_path):
-    target = make_target(tmp_path / "target")
-    data = tokenize(make_inputs(tmp_path / "in"), tmp_path / "data", target)
+def test_a_short_soak(tiny, tmp_path):
+    _, data, target = tiny
     rows = soak(tmp_path, target, data, (*FLAGS, "--save-every", "5"), steps=60)
     assert ("metrics, weights, moments, export", "equal to the bit") in rows
 

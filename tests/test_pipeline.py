@@ -11,18 +11,17 @@ import pytest
 
 from demo.run import EXTRACT_FLAGS, TRAIN_FLAGS
 from tests.servers import free_port
-from tests.tiny_run import ENVIRONMENT, ROOT, make_inputs, make_target
+from tests.tiny_run import ENVIRONMENT, ROOT
 
 
 @pytest.fixture
-def chain(tmp_path):
+def chain(tiny, tmp_path):
     """The environment of a small pipeline of two trainers' data and a tiny random target."""
-    target = make_target(tmp_path / "target")
     return {
         **ENVIRONMENT,
-        "INPUT": str(make_inputs(tmp_path / "in")),
+        "INPUT": str(tiny.inputs),
         "DATA": str(tmp_path / "data"),
-        "TARGET": str(target),
+        "TARGET": str(tiny.target),
         "RUN": str(tmp_path / "run"),
         "LISTEN": f"127.0.0.1:{free_port()}",
         "PYTHON": sys.executable,

@@ -30,7 +30,7 @@ from common.store import (
 )
 from tests.faulty_s3 import KINDS as FAULTS
 from tests.faulty_s3 import faulty, requests_of
-from tests.servers import KEY, SECRET, free_port
+from tests.servers import KEY, PAGE_KEYS, SECRET, free_port
 
 KINDS = ("local", "moto", "rclone")
 SERVERS = ("moto", "rclone")
@@ -158,10 +158,10 @@ def test_listing_goes_past_one_page(moto, credentials):
     moto.make_bucket("pages")
     store = open_store("s3://pages/in", endpoint_url=moto.endpoint_url)
     client = moto.client()
-    for number in range(1100):
+    for number in range(PAGE_KEYS + 100):
         client.put_object(Bucket="pages", Key=f"in/{number:05d}", Body=b"")
     client.put_object(Bucket="pages", Key="in-other/x", Body=b"")
-    keys = [f"{number:05d}" for number in range(1100)]
+    keys = [f"{number:05d}" for number in range(PAGE_KEYS + 100)]
     assert [entry.key for entry in store.list()] == keys
     with faulty(moto, seed=3, share=0.7, kinds=("cut", "cut_unsized", "cut_chunked")) as url:
         through = open_store("s3://pages/in", endpoint_url=url)

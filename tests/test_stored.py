@@ -28,21 +28,20 @@ from common.target import Target
 from common.wire import ColocatedHiddenStates
 from common.workfolder import work_folder
 from tests import forked
-from tests.tiny_run import make_inputs, make_target, tokenize, train
+from tests.tiny_run import train
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_target(tmp_path_factory.mktemp("target") / "tiny")
+def target(tiny):
+    return tiny.target
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, target):
-    folder = tmp_path_factory.mktemp("data")
-    return tokenize(make_inputs(folder / "in"), folder / "out", target)
+def data(tiny):
+    return tiny.data
 
 
 @pytest.fixture(scope="module")

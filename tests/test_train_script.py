@@ -29,8 +29,6 @@ from tests.tiny_run import (
     TRAINER,
     assert_same_run,
     comparable,
-    make_inputs,
-    make_target,
     read_checkpoint,
     tokenize,
     train,
@@ -39,20 +37,18 @@ from tests.tiny_run import (
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("training")
-    target = make_target(root / "target")
-    data = tokenize(make_inputs(root / "in"), root / "data", target)
-    return root, data, target
+def parts(tiny):
+    return tiny
 
 
 @pytest.fixture(scope="module")
-def calm_run(parts):
+def calm_run(parts, tmp_path_factory):
     """An undisturbed run of 6 steps with a checkpoint every 2."""
-    root, data, target = parts
-    result = train(data, target, root / "calm", "--max-steps", "6", "--save-every", "2")
+    _, data, target = parts
+    output = tmp_path_factory.mktemp("calm") / "run"
+    result = train(data, target, output, "--max-steps", "6", "--save-every", "2")
     assert result.returncode == 0, result.stderr
-    return root / "calm", result
+    return output, result
 
 
 def test_a_run_leaves_what_the_readme_says(calm_run):
@@ -317,12 +313,9 @@ def test_gradients_are_equal_on_any_split(parts, tmp_path):
     found = {}
     for ranks, sizes in ((1, ("1", "4")), (2, ("1", "2"))):
         output = tmp_path / f"{ranks}"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        program = [str(Path(__file__).parent / "gradients.py"), str(target), str(output), *sizes]
-        result = subprocess.run(
-            [sys.executable, *launcher, *program],
-            env={**ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent.parent)},
-            capture_output=True, text=True, timeout=120,
+        result = forked.run_ranks(
+            "tests.gradients", ["dflash", target, output, *sizes], ranks=ranks, env=ENVIRONMENT,
+            timeout=120,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         for kind, size in itertools.product(LOSSES, sizes):
@@ -392,7 +385,7 @@ def test_one_ranks_checkpoint_resumes_on_two(parts, calm_run, tmp_path):
 
 
 def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, calm_run, tmp_path):
-    root, _, target = parts
+    inputs, _, target = parts
     command = [
                 *training_command(tmp_path / "data", target, tmp_path / "run", "--max-steps", "6",
                           "--save-every", "2"),
@@ -401,7 +394,7 @@ def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, ca
     seen = []
 
     def tokenize_shards(part: str) -> None:
-        tokenize(root / "in", tmp_path / "data", target, "--shards", part)
+        tokenize(inputs, tmp_path / "data", target, "--shards", part)
 
     for line in process.stderr:
         seen.append(line)
@@ -493,10 +486,10 @@ def test_servers_that_stay_away_end_the_run_with_its_steps_saved(parts, tmp_path
 
 
 def test_mistakes_are_one_or_two_lines(parts, tmp_path, capsys, monkeypatch):
-    root, data, target = parts
+    inputs, data, target = parts
     dead = f"127.0.0.1:{free_port()}"
     (tmp_path / "void").mkdir()
-    none = tokenize(root / "in", tmp_path / "none", target, "--mask-token", "none")
+    none = tokenize(inputs, tmp_path / "none", target, "--mask-token", "none")
     cases = [
         (data, target, ("--output", "s3://bucket/run"), 2, "--output"),
         (data, target, ("--pack-length", "300"), 2, "--pack-length"),

@@ -1,10 +1,12 @@
 """A small tokenized dataset, a tiny target, and the trainer's command line for them."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -48,6 +50,26 @@ def make_target(folder: Path) -> Path:
     return folder
 
 
+class Parts(NamedTuple):
+    """What most runs start from: JSONL files, their shards, and the target of both."""
+
+    inputs: Path
+    data: Path
+    target: Path
+
+
+def make_parts(root: Path) -> Parts:
+    """All of it in `root`, made by whoever comes first; the others wait and find it."""
+    parts = Parts(root / "in", root / "data", root / "target")
+    root.mkdir(exist_ok=True)
+    with (root / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / ".made").exists():
+            tokenize(make_inputs(parts.inputs), parts.data, make_target(parts.target))
+            (root / ".made").touch()
+    return parts
+
+
 def tokenize(inputs: Path, output: Path, tokenizer: Path, *flags: str) -> Path:
     command = [
         *(sys.executable, str(ROOT / "tokenize_completions.py"), "--input", str(inputs)),
@@ -68,17 +90,12 @@ def training_command(data: Path | str, target: Path, output: Path, *flags: str) 
 def train(
     data: Path | str, target: Path, output: Path, *flags: str, ranks: int = 0
 ) -> subprocess.CompletedProcess:
-    """Run the trainer to its end: by itself, or under torchrun on `ranks` ranks."""
+    """Run the trainer to its end: by itself, or on some ranks as under torchrun."""
     command = training_command(data, target, output, *flags)
+    how = dict(env=ENVIRONMENT, timeout=240)
     if not ranks:
-        return forked.run_to_end("train_dflash_online", command, env=ENVIRONMENT, timeout=240)
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={ranks}", "--signals-to-handle", "SIGTERM,SIGINT", TRAINER),
-    ]
-    return subprocess.run(
-        [*torchrun, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
+        return forked.run_to_end("train_dflash_online", command, **how)
+    return forked.run_ranks("train_dflash_online", command, ranks=ranks, **how)
 
 
 def comparable(output: Path) -> list[dict]:
