@@ -22,7 +22,8 @@ from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from common import run
 from common.flops import TargetWork, target_work
 from common.planner import TARGET_SHARE
-from common.target import Target, build_without_weights
+from common.target import Target
+from common.target_model import build_without_weights
 from common.target_files import default_target_layers, target_facts
 from tests.gpu.report import Report, against_goal, device_name, measured_rate
 
