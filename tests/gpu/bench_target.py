@@ -23,8 +23,8 @@ from common import run
 from common.flops import TargetWork, target_work
 from common.planner import TARGET_SHARE
 from common.target import Target
-from common.target_model import build_without_weights
 from common.target_files import default_target_layers, target_facts
+from common.target_model import build_without_weights
 from tests.gpu.report import Report, against_goal, device_name, measured_rate
 
 # config.json of Qwen/Qwen3.6-27B; the last layer of four has full attention
