@@ -112,7 +112,8 @@ def test_the_tests_become_rows(tmp_path):
         "def test_bad():\n    assert 1 == 2, 'too far'\n"
         "@pytest.mark.skip(reason='no card')\ndef test_absent():\n    pass\n"
     )
-    command = (sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", str(tmp_path), "--junitxml")
+    plain = ("-q", "-c", "/dev/null", "-p", "tests.gpu.findings")
+    command = (sys.executable, "-m", "pytest", *plain, str(tmp_path), "--findings")
     outcome = run_part(tmp_path, checks.Part("tests", command, 60.0))
     rows = dict(outcome.rows)
     assert outcome.failed == "exit code 1"

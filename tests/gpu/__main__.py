@@ -21,14 +21,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from common import run
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 470.0  # for all parts together
 AT_ONCE = ("-n", "3", "--dist", "loadfile")  # most of the tests' time is compilers' and imports
-GRACE_S = 10.0  # for pytest to write down what it has, once interrupted
 MACHINE = """
 import json, sys, torch
 facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None}
@@ -78,7 +76,16 @@ def parts(*, tiny: bool) -> list[Part]:
         Part("step", (*python, "tests.gpu.bench_step", *(step if tiny else ()), "--output"), 190),
         Part(
             "tests",
-            (*python, "pytest", "-q", *AT_ONCE, "tests/gpu", "--junitxml"),
+            (
+                *python,
+                "pytest",
+                "-q",
+                *AT_ONCE,
+                "-p",
+                "tests.gpu.findings",
+                "tests/gpu",
+                "--findings",
+            ),
             300,
         ),
     ]
@@ -96,9 +103,6 @@ def run_part(part: Part, output: Path, *, limit_s: float) -> Outcome:
             code, failed = process.wait(max(limit_s, 0.0)), None
         except subprocess.TimeoutExpired:
             failed = f"not done after {limit_s:.0f} s"
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -108,7 +112,7 @@ def run_part(part: Part, output: Path, *, limit_s: float) -> Outcome:
     outcome = Outcome(part.name, time.monotonic() - began, failed)
     try:
         read_findings(outcome, output)
-    except (OSError, ValueError, ElementTree.ParseError):
+    except (OSError, ValueError):
         outcome.failed = failed or "it wrote no findings"
     if outcome.failed:
         print(f"---- {part.name}: {outcome.failed}", file=sys.stderr)
@@ -119,29 +123,12 @@ def run_part(part: Part, output: Path, *, limit_s: float) -> Outcome:
 def read_findings(outcome: Outcome, output: Path) -> None:
     """The part's own rows and facts, whatever of them it came to write."""
     if outcome.name == "tests":
-        outcome.rows = test_rows(ElementTree.parse(output).getroot())
+        outcome.rows = [tuple(json.loads(line)) for line in output.read_text().splitlines()]
         return
     found = json.loads(output.read_text())
     outcome.rows = [(name, text) for name, text in found.get("rows", ())]
     outcome.rows += [("FAILED", text) for text in found.get("failed", ())]
     outcome.facts = found.get("figures", found)
-
-
-def test_rows(suites: ElementTree.Element) -> list[tuple[str, str]]:
-    """A row for each test: passed, failed and why, or skipped; and the figure it recorded."""
-    rows = []
-    for case in suites.iter("testcase"):
-        problems = [found for tag in ("failure", "error") if (found := case.find(tag)) is not None]
-        figures = [p.get("value", "") for p in case.iter("property") if p.get("name") == "figure"]
-        if problems:
-            said = (problems[0].get("message") or "").strip().splitlines() or [""]
-            text = f"FAILED: {said[0][:160]}"
-        elif (skipped := case.find("skipped")) is not None:
-            text = f"left out: {skipped.get('message')}"
-        else:
-            text = f"passed in {float(case.get('time', 0)):.0f} s"
-        rows.append((case.get("name", "").removeprefix("test_"), "; ".join([text, *figures])))
-    return rows
 
 
 def speed_rows(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
