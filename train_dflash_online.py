@@ -143,7 +143,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add_instead_arguments(parser)
     args = parser.parse_args(argv)
     try:
-        if args.eval_only and args.output is not None:
+        if args.eval_only and args.output is not None and "://" not in args.output:
             parser.set_defaults(**run_defaults(args))
             args = parser.parse_args(argv)
         return resolve(args)

@@ -93,7 +93,9 @@ def evaluate(
         here = passes[turn + world.rank] if counted else passes[turn]
         found = loaded.load(here.pack)
         if world.sum([float(not found)])[0]:
-            raise UserError("no hidden states for the evaluation: is every server there?")
+            raise loaded.failure or UserError(
+                "another rank got no hidden states for the evaluation: is every server there?"
+            )
         pack = joined[here.pack]
         blocks = make_blocks(
             pack,
@@ -161,17 +163,19 @@ class _LoadedTaps:
         self._wants_final = final
         self._number: int | None = None
         self._taps: torch.Tensor | None = None
+        self.failure: UserError | None = None  # why `load` could not
         self.final: torch.Tensor | None = None  # (S, H)
 
     def load(self, number: int) -> bool:
-        """Have a pack's hidden states at hand; False when no server answers."""
+        """Have a pack's hidden states at hand; False when no server answers: see `failure`."""
         if self._number == number:
             return True
         pack = self._packs[number]
         try:
             asked = self._hidden_states.submit(pack.token_lists, final=self._wants_final)
             states: Taps = asked.result()
-        except UserError:
+        except UserError as error:
+            self.failure = error
             return False
         self._number = number
         self._taps = padded_taps([pack], [states.hidden], self._ends.embedding)

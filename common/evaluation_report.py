@@ -31,7 +31,8 @@ DEFINITIONS = (
      "completion, and a draft is right when the drafter's most likely token is the text's "
      "(simulated: nothing is generated)."),
     ("all anchors", "Every anchor of every row is drafted from. Easy stretches, which serving "
-     "would jump over, are counted at each of their tokens, so this is higher than serving."),
+     "would jump over, are counted at each of their tokens, so this is mostly higher than "
+     "serving."),
     ("walked", "Starts at the first generated token of a row and jumps by what was accepted, as "
      "serving does. On text that the target generated greedily this is the greedy decoding loop."),
     ("token-weighted", "All rows together: sum of tokens / number of target steps (of anchors), "

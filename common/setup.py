@@ -326,7 +326,8 @@ def load_weights(drafter: nn.Module, folder: Path) -> None:
         if own[name].shape != tensors[name].shape
     ]
     if differing:
-        raise run.UserError(f"--init-from {folder}: {'; '.join(differing)}")
+        more = f"; and {len(differing) - 6} more" if len(differing) > 6 else ""
+        raise run.UserError(f"--init-from {folder}: {'; '.join(differing[:6])}{more}")
     drafter.load_state_dict(tensors)
 
 

@@ -8,13 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import train_dflash_online
+from common import dist
 from common.batches import HeldOut, PackedRows
+from common.drafting import TargetEnds
 from common.evaluation_plots import groups_plot
 from common.real_decoding import rows_to_decode
 from common.run import UserError
+from common.setup import load_weights
 from common.verdict import Control, Drafts, Evaluation
-from common.verify import verify
+from common.verify import read_drafter, verify
 from tests.forked import run_to_end
+from tests.test_evaluate import HIDDEN, TableStates, make_drafter
+from tests.test_evaluate import run as run_evaluation
 from tests.test_export import WORDS, findings, write
 from tests.tiny_models import tiny_target
 from tests.tiny_run import ENVIRONMENT, make_target, tokenize, train
@@ -28,7 +34,7 @@ def test_any_name_of_a_source_can_stand_in_a_plot(label):
     svg = groups_plot([group], title="By source", mean=1.5)
     xml.dom.minidom.parseString(svg)
     if label == "$5 to $10":
-        assert b"<!-- $5 to $10 -->" in svg, "as it stands, not as a formula"
+        assert b"Oblique" not in svg, "as it stands, not as a formula"
 
 
 def evaluation(*, everywhere: float, real: float, control: float) -> Evaluation:
@@ -196,3 +202,34 @@ def test_a_reduced_vocabulary_is_one_of_the_targets_words(target, tmp_path, size
         assert found == []
     else:
         assert any(fatal and text in said for _, fatal, said in found), found
+
+
+# ---- what goes wrong is named
+
+
+def test_an_evaluation_without_hidden_states_says_why():
+    class Refusing(TableStates):
+        def submit(self, documents, *, final=False):
+            raise UserError("server 10.0.0.7:8815: 300 tokens are more than it takes")
+
+    ends = TargetEnds(torch.zeros(4, HIDDEN), torch.zeros(4, HIDDEN))
+    with dist.start("cpu") as world, pytest.raises(UserError, match="300 tokens are more"):
+        run_evaluation(make_drafter(), ends, world, states=Refusing(final=True))
+
+
+def test_an_evaluation_wants_a_local_output():
+    command = ["--data", "d", "--target", "t", "--output", "s3://bucket/run", "--eval-only"]
+    with pytest.raises(SystemExit) as caught:
+        train_dflash_online.main(command)
+    assert caught.value.code == 2
+
+
+def test_a_folder_of_other_tensors_is_told_in_a_line(target, tmp_path):
+    folder = write(tmp_path / "e", target)
+    tensors = load_file(folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, path)
+    drafter = read_drafter(write(tmp_path / "whole", target))
+    with pytest.raises(UserError, match=r"fc.weight is missing; .*; and 66 more$") as caught:
+        load_weights(drafter, folder)
+    assert len(str(caught.value)) < 500 + len(str(folder))
