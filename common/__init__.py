@@ -26,7 +26,9 @@ Stage 1, without torch:
   plan          which input ranges make which shard
   shards        shards, commit records, reader
   reading       JSONL objects in blocks of whole lines
-  encoding      blocks -> token arrays -> shards, in the workers
+  prompts       the requests of --prompts on local disk, by custom_id
+  assembling    encoded blocks -> a shard and its rejected file
+  encoding      blocks of lines -> token arrays, in the workers
   pipeline      download, encode, upload, all at once
   report        progress fields and end table
   cluster       shards as Ray tasks

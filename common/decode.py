@@ -36,12 +36,11 @@ class Decoded:
 
     tokens: the generated ids, an end token included · accepted: of each verify step, the drafts
     that became part of the completion; what came after an end token or over the limit is not
-    counted · prefill_s: until the first token, decode_s: from there to the end.
+    counted · decode_s: from the first token to the end.
     """
 
     tokens: tuple[int, ...]
     accepted: tuple[int, ...]
-    prefill_s: float
     decode_s: float
 
     @property
@@ -166,7 +165,6 @@ def decode(
     rank of a sharded drafter must make the same calls.
     """
     cache, context = TargetCache(target, with_taps=drafter is not None), ContextCache()
-    started = _now(target.device)
     ids = torch.from_numpy(prompt.astype(np.int64)).to(target.device)
     logits, taps = cache.extend(ids, num_logits=1)
     draft = Draft(ids[:0], None)
@@ -193,9 +191,7 @@ def decode(
         new = new[: ends[0] + 1] if ends else new
         accepted.append(min(count, len(new)))
         tokens += new
-    return Decoded(
-        tuple(tokens), tuple(accepted), prefilled - started, _now(target.device) - prefilled
-    )
+    return Decoded(tuple(tokens), tuple(accepted), _now(target.device) - prefilled)
 
 
 @dataclass(frozen=True)

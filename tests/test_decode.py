@@ -330,9 +330,9 @@ def test_a_sharded_and_compiled_drafter_drafts_alike_and_compiles_nothing(case):
 
 def test_figures_by_hand():
     results = [
-        Decoded((5, 6, 7, 8, 9, 1), (2, 1), 0.5, 2.0),
-        Decoded((5,), (), 0.5, 0.0),
-        Decoded((5, 6, 7), (0, 0), 0.5, 3.0),
+        Decoded((5, 6, 7, 8, 9, 1), (2, 1), 2.0),
+        Decoded((5,), (), 0.0),
+        Decoded((5, 6, 7), (0, 0), 3.0),
     ]
     figures = decode_figures(results)
     assert (figures.completions, figures.tokens, figures.steps) == (3, 10, 4)

@@ -5,6 +5,7 @@ torch cannot be imported at all is tested in test_tokenize_script.py.
 """
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,15 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def test_every_common_module_stands_on_one_floor():
     modules = {name.removesuffix(".py").replace("/", ".") for name in COMMON}
     assert Counter(contract("layers")["layers"]) == Counter(modules - {"common.__init__"})
+
+
+def test_the_list_of_modules_in_common_is_whole():
+    listed = re.findall(
+        r"^  ((?:\w+, )*\w+)  ", ast.get_docstring(COMMON["common/__init__.py"]), re.M
+    )
+    modules = {name.removesuffix(".py").removeprefix("common/") for name in COMMON}
+    names = [name for part in listed for name in part.split(", ")]
+    assert Counter(names) == Counter(modules - {"__init__"})
 
 
 def test_files_import_only_from_above_and_above_the_torch_line_never_torch(monkeypatch, capsys):
