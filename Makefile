@@ -24,10 +24,10 @@ demo-smollm: .venv/smollm-ready
 	@OMP_NUM_THREADS=1 .venv/bin/python -m demo.smollm
 
 test: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 -m "not slow"
+	.venv/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 -m slow
+	.venv/bin/python -m pytest -q -n 2 --dist worksteal -m slow
 
 bench-tokenize: .venv/ready
 	@.venv/bin/python -m tests.bench.bench_tokenize

@@ -41,7 +41,7 @@ class Journal:
     def __init__(
         self, folder: Path, *, resume_step: int, report_to: str, settings: Mapping[str, Any]
     ) -> None:
-        self._folder, self._warned = folder, False
+        self._folder, self._warned, self._drawn = folder, False, False
         self._reporter = open_reporter(report_to, folder, settings)
         self._path = folder / METRICS_FILE
         kept = [
@@ -60,7 +60,7 @@ class Journal:
 
         A full disk is a warning: what could not be written is tried again with the next entry.
         """
-        entry = {**entry, "time": utc_now()}
+        entry, self._drawn = {**entry, "time": utc_now()}, False
         self.acceptance_length = entry.get("eval_walked_acceptance_length", self.acceptance_length)
         scalars = {
             key: value
@@ -78,9 +78,11 @@ class Journal:
                 self._reporter.log(scalars, step=entry["step"])
 
     def draw_curves(self) -> None:
-        """Write curves.png anew from all metrics so far."""
-        with self._forgiving():
-            draw_curves(read_metrics(self._folder), self._folder / "curves.png")
+        """Write curves.png anew from all metrics so far, when it lacks some of them."""
+        if not self._drawn:
+            with self._forgiving():
+                draw_curves(read_metrics(self._folder), self._folder / "curves.png")
+                self._drawn = True
 
     @contextlib.contextmanager
     def _forgiving(self) -> Iterator[None]:

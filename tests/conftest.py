@@ -12,14 +12,18 @@ from tests.servers import moto, rclone  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
+def shared_folder(tmp_path_factory):
+    """A folder of this run, common to its workers."""
+    root = tmp_path_factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+@pytest.fixture(scope="session")
+def tiny(shared_folder):
     """The countings and what is made of them (tiny_run.Parts), once for all; only to be read."""
     from tests import tiny_run  # torch, which not every file needs
 
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # of this run, and common to its workers
-    return tiny_run.make_parts(root / "tiny")
+    return tiny_run.make_parts(shared_folder / "tiny")
 
 
 def pytest_collection_modifyitems(items):

@@ -22,7 +22,8 @@ from torch.distributed import TCPStore
 from common import run
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train_dflash_online", "extract_hidden_online"])
+LATE = ["pandas", "tests.tiny_models"]  # what the scripts import when they need it, and its models
+FORKS.set_forkserver_preload(["train_dflash_online", "extract_hidden_online", *LATE])
 
 
 class Popen:

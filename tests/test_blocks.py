@@ -101,6 +101,7 @@ def test_flex_forward_equals_sdpa_with_the_dense_mask(pack, kind):
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_the_compiled_block_mask_equals_the_eager_one(pack, monkeypatch):
     """What a GPU does, by the same compiler front: it refused an earlier form of the predicate."""

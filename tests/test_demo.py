@@ -26,6 +26,7 @@ from demo.tasks import make_task
 from tests.tiny_run import ROOT
 
 LOG = logging.getLogger("test-demo")
+FEWER_STEPS = ("--max-steps", "200", "--eval-every", "1000")  # tell a control from a drafter too
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,7 @@ def test_the_drafter_learns_and_owes_it_to_the_hidden_states(
 ):
     data = tokenize_demo(completions, tmp_path / "data", target)
     command = ["--data", str(data), "--target", str(target), *TRAIN_FLAGS.split()]
+    command += FEWER_STEPS
     assert train_dflash_online.main([*command, "--output", str(tmp_path / "real")]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(setup, "ColocatedHiddenStates", NoiseForHiddenStates)

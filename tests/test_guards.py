@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import resource
-import subprocess
 import sys
 import time
 
@@ -20,8 +19,9 @@ from common.run import UserError
 from common.setup import load_weights
 from common.status import Status, print_status, read_status
 from common.store import open_store
+from tests import forked
 from tests.test_stored import write
-from tests.tiny_run import TRAINER, make_target, train
+from tests.tiny_run import ENVIRONMENT, make_target, train
 
 LAYERS = (3, 7)
 
@@ -104,8 +104,8 @@ def test_steps_without_a_number_are_skipped_and_ten_end_the_run(parts, tmp_path)
     assert rows["step"] == len(finite) + 10 and rows["row_ids"][0][0].startswith("row-")
     status = read_status(str(output))
     assert status["state"] == "failed" and "steps in a row" in status["last_error"]
-    shown = subprocess.run(
-        [sys.executable, TRAINER, "--status", str(output)], capture_output=True, text=True
+    shown = forked.run_to_end(
+        "train_dflash_online", ["--status", output], env=ENVIRONMENT, timeout=60
     )
     assert shown.returncode == 0 and "failed" in shown.stdout and "skipped" in shown.stdout
 

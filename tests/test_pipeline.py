@@ -60,6 +60,7 @@ def test_pipeline_serves_trains_and_ends_with_0(chain):
     assert chain["LISTEN"] in result.stdout
 
 
+@pytest.mark.slow
 def test_colocated_on_two_ranks_survives_a_dropped_connection(chain):
     process = subprocess.Popen(
         ["bash", str(ROOT / "pipeline.sh")],

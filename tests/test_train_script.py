@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -164,15 +165,14 @@ def test_a_new_machine_goes_on_from_the_mirror(parts, calm_run, tmp_path):
 
 def test_a_last_checkpoint_that_cannot_be_saved_ends_the_run_with_one_line(parts, tmp_path):
     _, data, target = parts
-    command = [sys.executable, TRAINER, *training_command(data, target, tmp_path / "run",
-                                                          "--max-steps", "4")]  # fmt: skip
-    result = subprocess.run(
-        ["prlimit", "--fsize=150000", *command], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert result.returncode == 1, result.stderr
-    last = result.stderr.splitlines()[-1]
+    command = training_command(data, target, tmp_path / "run", "--max-steps", "4")
+    process = start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (150_000, 150_000))  # a full disk
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 1, said
+    last = said.splitlines()[-1]
     assert "error: the last checkpoint was not saved: rank 0: File too large" in last
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in said
     assert not list((tmp_path / "run/checkpoints").glob("*step*"))
 
 
