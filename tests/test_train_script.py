@@ -28,6 +28,7 @@ from tests.test_extract_script import serving
 from tests.tiny_run import (
     ENVIRONMENT,
     TRAINER,
+    assert_alike,
     assert_same_run,
     comparable,
     read_checkpoint,
@@ -290,9 +291,7 @@ def test_the_split_over_ranks_and_micro_batches_changes_nothing(parts, calm_run,
         command = training_command(data, target, tmp_path / "run", *flags)
         for code, said in train_on_two_nodes([command, command]):
             assert code == 0, said
-    for one, other in zip(comparable(calm_run[0]), comparable(tmp_path / "run"), strict=True):
-        for key, value in one.items():
-            assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, one["step"])
+    assert_alike(calm_run[0], tmp_path / "run", rel=1e-4, abs=1e-5)
     first = [entry for entry in comparable(tmp_path / "run") if "loss" in entry][0]
     want = [entry for entry in comparable(calm_run[0]) if "loss" in entry][0]
     assert first["loss"] == pytest.approx(want["loss"], rel=1e-6)
@@ -379,9 +378,7 @@ def test_one_ranks_checkpoint_resumes_on_two(parts, calm_run, tmp_path):
     subprocess.run(["cp", "-r", str(calm_run[0]), str(run)], check=True)
     subprocess.run(["rm", "-r", str(run / "checkpoints/step-00000006")], check=True)
     assert train(data, target, run, *flags, ranks=2).returncode == 0
-    for one, other in zip(comparable(calm_run[0]), comparable(run), strict=True):
-        for key, value in one.items():
-            assert other[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, one["step"])
+    assert_alike(calm_run[0], run, rel=1e-4, abs=1e-5)
 
 
 def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, calm_run, tmp_path):

@@ -2,12 +2,14 @@
 
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -104,6 +106,21 @@ def comparable(output: Path) -> list[dict]:
         {k: v for k, v in entry.items() if k != "time" and not k.endswith(("_s", "_per_s"))}
         for entry in read_metrics(output)
     ]
+
+
+def assert_alike(one: Path, other: Path, *, rel: float, abs: float) -> None:
+    """The same metrics within rounding."""
+    for entry, counterpart in zip(comparable(one), comparable(other), strict=True):
+        for key, value in entry.items():
+            want, got = (_numbers(figure) for figure in (value, counterpart[key]))
+            assert got == pytest.approx(want, rel=rel, abs=abs, nan_ok=True), (key, entry["step"])
+
+
+def _numbers(figure: Any) -> Any:
+    """None, the accuracy of slots that nothing came to, as a number that equals itself."""
+    if isinstance(figure, list):
+        return [math.nan if number is None else number for number in figure]
+    return figure
 
 
 def read_checkpoint(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
