@@ -82,6 +82,7 @@ Training and judging:
   verify        is a folder what engines load: every check by name
   export        written aside, checked, published
   setup         data, hidden states and drafter, checked together
+  resuming      the checkpoint to go on from, and what may differ from it
   real_decoding     held-out rows decoded for real
   evaluating    --eval-only
   training      a run under way, and its step
