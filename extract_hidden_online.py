@@ -297,7 +297,8 @@ def check_port(args: argparse.Namespace) -> None:
             pass
     except OSError as error:
         raise run.UserError(
-            f"--listen {args.listen}: cannot bind there ({error.strerror or error})"
+            f"--listen {args.listen}: cannot bind there ({error.strerror or error}); choose "
+            "another port, or end what listens there"
         ) from error
 
 

@@ -7,6 +7,7 @@ Reads have the length that the store tells, or fail. What is S3's own lies in co
 
 import argparse
 import contextlib
+import errno
 import glob
 import os
 import platform
@@ -293,7 +294,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{path}: cannot write it ({error.strerror})") from error
+        cure = "; make room and run it again" if error.errno == errno.ENOSPC else ""
+        raise UserError(f"{path}: cannot write it ({error.strerror}){cure}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
