@@ -82,6 +82,15 @@ class Subject:
         config = DrafterConfig.from_json(self.state["settings"]["draft_config"])
         return f"--checkpoint {self.path}", config
 
+    def check_target(self, target: str, embedding_sha256: str) -> None:
+        """Raises UserError when the drafter was trained for another target of the same shape."""
+        if self.state is None:  # a published drafter's files do not tell
+            return
+        if self.state["settings"].get("embedding_sha256") != embedding_sha256:
+            raise run.UserError(
+                f"--target {target}: {self.path} was trained for a target with another embedding"
+            )
+
     def is_of(self, plan_sha256: str) -> bool:
         """Whether it was trained on the data of this plan."""
         return self.state is not None and self.state["settings"]["plan_sha256"] == plan_sha256
@@ -106,6 +115,7 @@ def evaluate_only(
     setup = prepare(
         args, world, log, stop, closing, free_flags=free_flags, given=subject.config(args)
     )
+    subject.check_target(args.target, setup.settings["embedding_sha256"])
     drafter, _ = build_drafter(setup.config, args, world)
     if subject.state is not None:
         checkpoint.load_weights(subject.path, model=drafter)

@@ -304,6 +304,7 @@ def run_settings(
         except OSError as error:
             raise run.UserError(f"--init-from {args.init_from}: no {WEIGHTS_FILE} in it") from error
     chosen["weights_fingerprint"] = hidden_states.description.weights_fingerprint
+    chosen["embedding_sha256"] = hidden_states.description.embedding_sha256
     return json.loads(run.json_bytes(chosen))
 
 

@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import subprocess
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train_dflash_online
 from common.run import UserError
@@ -197,3 +199,15 @@ def test_mistakes_are_told(parts, refused, tmp_path, capsys):
         text = str(error) if isinstance(error, UserError) else capsys.readouterr().err
         assert found == code, (flags, text)
         assert re.search(message, text), (flags, text)
+
+
+def test_a_target_of_the_same_shape_is_told_from_the_trained_one(parts, refused, tmp_path):
+    data, target = parts
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    command = ["--data", str(data), "--target", str(other), "--output", str(refused[0])]
+    with pytest.raises(UserError, match="was trained for a target with another embedding"):
+        train_dflash_online.main([*command, "--eval-only"])
