@@ -7,6 +7,7 @@
 # make gpu-checks   on a machine with a GPU: correctness, speed and memory against the planner, as
 #                       one table in under 8 minutes and in gpu-checks.json
 # make soak       a long served run whose processes are killed, against an undisturbed one
+# make chaos      the demo's chain with faults of every kind while it runs, in ten minutes at most
 #
 # Each makes .venv when it is missing. PYTHON picks the interpreter (3.11 to 3.13) and PIP_ARGS is
 # passed to pip: on a machine without a GPU, point it at an index of CPU builds of torch.
@@ -15,7 +16,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 REQUIREMENTS := requirements-tokenize.txt requirements.txt demo/requirements.txt tests/requirements.txt
 
-.PHONY: demo demo-smollm test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses gpu-checks soak clean
+.PHONY: demo demo-smollm test test-slow bench-tokenize bench-wire bench-target bench-step bench-losses gpu-checks soak chaos clean
 
 demo: .venv/ready
 	@.venv/bin/python -m demo.run
@@ -40,6 +41,9 @@ bench-target: .venv/ready
 
 soak: .venv/ready
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.soak
+
+chaos: .venv/ready
+	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.chaos
 
 bench-step: .venv/ready
 	@.venv/bin/python -m tests.bench.bench_step

@@ -48,6 +48,14 @@ class S3Server:
         self.client().create_bucket(Bucket=name)
         return f"s3://{name}"
 
+    def objects(self, bucket: str, prefix: str) -> dict[str, bytes]:
+        """The objects under a prefix, by the rest of their keys."""
+        client, found = self.client(), {}
+        for entry in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", []):
+            body = client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
+            found[entry["Key"].removeprefix(prefix)] = body
+        return found
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:

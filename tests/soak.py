@@ -9,17 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from common import run
 from common.journal import read_metrics
 from demo.completions import write_completions
 from demo.run import EXTRACT_FLAGS, TOKENIZE_FLAGS, TRAIN_FLAGS, WORK
 from demo.target import target_folder
+from tests.processes import Processes, wait_for_step
 from tests.servers import free_port
-from tests.tiny_run import ENVIRONMENT, ROOT, assert_same_run
+from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER, assert_same_run
 
 # what dies when this share of the steps is done
 DISTURBANCES = (
@@ -27,78 +27,45 @@ DISTURBANCES = (
 )  # fmt: skip
 
 
-def script(name: str, argv: Sequence[str], **options: Any) -> subprocess.Popen:
-    """`python NAME.py ARGV`"""
-    return subprocess.Popen([sys.executable, str(ROOT / f"{name}.py"), *argv], **options)
-
-
-def step_of(output: Path) -> int:
-    """The newest step of a run's metrics, which a resume cuts back to its checkpoint."""
-    metrics = read_metrics(output)
-    return metrics[-1]["step"] if metrics else 0
-
-
 def run_to_end(
-    commands: Mapping[str, tuple[str, Sequence[str]]],
+    commands: Mapping[str, Sequence[str]],
     output: Path,
     *,
     steps: int,
     disturbances: Sequence[tuple[float, str]],
-    log: Path,
-    popen: Callable[..., Any],
+    logs: Path,
 ) -> float:
-    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds.
-
-    `commands` are scripts' names and arguments.
-    """
-
-    def start(name: str) -> Any:
-        with log.open("ab") as file:
-            return popen(*commands[name], env=ENVIRONMENT, stdout=file, stderr=file)
-
+    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds."""
     began = time.monotonic()
-    processes = {name: start(name) for name in commands}
-    try:
+    with Processes(commands, logs, environment=ENVIRONMENT) as processes:
+        for name in commands:
+            processes.start(name)
         for share, name in disturbances:
-            while step_of(output) < share * steps:
-                assert processes["trainer"].poll() is None, log.read_text()[-3000:]
-                time.sleep(0.1)
-            processes[name].kill()
-            processes[name].wait()
-            processes[name] = start(name)
-        assert processes["trainer"].wait() == 0, log.read_text()[-3000:]
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+            wait_for_step(processes, output, share * steps)
+            processes.restart(name)
+        processes.finish("trainer")
     return time.monotonic() - began
 
 
 def soak(
-    folder: Path,
-    target: Path,
-    data: Path,
-    train_flags: Sequence[str],
-    *,
-    steps: int,
-    popen: Callable[..., Any] = script,
+    folder: Path, target: Path, data: Path, train_flags: Sequence[str], *, steps: int
 ) -> list[tuple[str, str]]:
     """Train undisturbed and disturbed, compare to the bit; rows for a table."""
-    address, log = f"127.0.0.1:{free_port()}", folder / "log.txt"
-    server = ["--target", str(target), "--listen", address, *EXTRACT_FLAGS.split()]
+    address = f"127.0.0.1:{free_port()}"
+    server = [
+        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
+        *("--listen", address, *EXTRACT_FLAGS.split()),
+    ]
     seconds = {}
     for name, disturbances in (("calm", ()), ("disturbed", DISTURBANCES)):
         trainer = [
-            *("--data", str(data), "--target", str(target)),
+            *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
             *("--output", str(folder / name), "--hidden-states", address),
             *(*train_flags, "--max-steps", str(steps)),
         ]
         seconds[name] = run_to_end(
-            {
-                "server": ("extract_hidden_online", server),
-                "trainer": ("train_dflash_online", trainer),
-            },
-            folder / name, steps=steps, disturbances=disturbances, log=log, popen=popen,
+            {"server": server, "trainer": trainer}, folder / name, steps=steps,
+            disturbances=disturbances, logs=folder,
         )  # fmt: skip
     assert_same_run(folder / "calm", folder / "disturbed", folder)
     loss = read_metrics(folder / "disturbed")[-2]["loss"]

@@ -69,14 +69,6 @@ def shards_of(files):
     return {key: data for key, data in files.items() if key.endswith((".arrow", ".jsonl"))}
 
 
-def stored(server, bucket):
-    client, found = server.client(), {}
-    for entry in client.list_objects_v2(Bucket=bucket, Prefix="out/")["Contents"]:
-        body = client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
-        found[entry["Key"].removeprefix("out/")] = body
-    return found
-
-
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
 def test_a_bad_network_changes_no_byte(inputs, calm, tokenizer, kind, request):
     server, bucket = request.getfixturevalue(kind), f"bad-network-{kind}"
@@ -86,7 +78,7 @@ def test_a_bad_network_changes_no_byte(inputs, calm, tokenizer, kind, request):
             f"s3://{bucket}/in", f"s3://{bucket}/out", tokenizer, "--num-shards", "8",
             "--endpoint-url", endpoint, environment=server.environment,
         )  # fmt: skip
-    assert shards_of(stored(server, bucket)) == shards_of(calm)
+    assert shards_of(server.objects(bucket, "out/")) == shards_of(calm)
 
 
 def test_expired_credentials_stop_the_run_and_a_rerun_goes_on(inputs, calm, tokenizer, moto):
@@ -102,10 +94,10 @@ def test_expired_credentials_stop_the_run_and_a_rerun_goes_on(inputs, calm, toke
     last = result.stderr.strip().splitlines()[-1]
     assert "credentials expired" in last and "of 8 shards kept" in last, result.stderr
     assert time.monotonic() - began < 30
-    before = {k: v for k, v in stored(moto, "expired").items() if k.startswith("shard-")}
+    before = {k: v for k, v in moto.objects("expired", "out/").items() if k.startswith("shard-")}
     result = run_script(*flags, environment=moto.environment)
     assert result.returncode == 0, result.stderr
-    after = stored(moto, "expired")
+    after = moto.objects("expired", "out/")
     assert shards_of(after) == shards_of(calm)
     assert all(after[key] == data for key, data in before.items())
 
@@ -116,7 +108,7 @@ def test_keys_are_taken_as_they_are(tokenizer, moto):
         row = make_line(number).encode() + b"\n"
         moto.client().put_object(Bucket="odd-keys", Key=f"in/{key}", Body=row + b"{bad\n")
     tokenize("s3://odd-keys/in", "s3://odd-keys/out", tokenizer, environment=moto.environment)
-    files = stored(moto, "odd-keys")
+    files = moto.objects("odd-keys", "out/")
     record = json.loads(files["shard-00000.json"])
     assert (record["rows"], record["rejected"]) == (len(ODD_KEYS), {"not_json": len(ODD_KEYS)})
     rejects = files["rejected/shard-00000.jsonl"].decode().splitlines()
