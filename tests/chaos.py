@@ -39,7 +39,7 @@ from tests.chaos_faults import (
 from tests.faulty_s3 import faulty
 from tests.processes import Processes, wait_for_step
 from tests.servers import S3Server, free_port, rclone_command, serving
-from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER, assert_same_run
+from tests.tiny_run import ENVIRONMENT, ROOT, assert_same_run
 
 LIMIT_S = 600
 BUCKET = "chaos"
@@ -94,23 +94,21 @@ def make_chain(
     endpoints: tuple[str, str],  # of stage 1 and the trainer
 ) -> Chain:
     (folder / "tmp").mkdir(parents=True)
-    python, data = sys.executable, f"s3://{BUCKET}/{name}/"
-    address = f"127.0.0.1:{free_port()}"
+    data, address = f"s3://{BUCKET}/{name}/", f"127.0.0.1:{free_port()}"
+    server = ["--target", str(target), "--listen", address, *EXTRACT_FLAGS.split()]
+    trainer = [
+        *("--data", data, "--target", str(target), "--output", str(output)),
+        *("--hidden-states", address, "--cache-dir", str(folder / "cache")),
+        *("--endpoint-url", endpoints[1], *TRAIN_FLAGS.split(), *CHAOS_FLAGS.split()),
+    ]
+    tokenizing = [
+        *("--input", f"s3://{BUCKET}/completions/", "--output", data, "--tokenizer", str(target)),
+        *("--endpoint-url", endpoints[0], *TOKENIZE_FLAGS.split()),
+    ]
     commands = {
-        "server": [
-            *(python, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
-            *("--listen", address, *EXTRACT_FLAGS.split()),
-        ],
-        "trainer": [
-            *(python, TRAINER, "--data", data, "--target", str(target), "--output", str(output)),
-            *("--hidden-states", address, "--cache-dir", str(folder / "cache")),
-            *("--endpoint-url", endpoints[1], *TRAIN_FLAGS.split(), *CHAOS_FLAGS.split()),
-        ],
-        "tokenize": [
-            *(python, str(ROOT / "tokenize_completions.py"), "--tokenizer", str(target)),
-            *("--input", f"s3://{BUCKET}/completions/", "--output", data),
-            *("--endpoint-url", endpoints[0], *TOKENIZE_FLAGS.split()),
-        ],
+        "server": ("extract_hidden_online", server),
+        "trainer": ("train_dflash_online", trainer),
+        "tokenize": ("tokenize_completions", tokenizing),
     }
     own = {
         **ENVIRONMENT, **environment, MARK: str(folder), "TMPDIR": str(folder / "tmp"),

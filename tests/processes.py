@@ -1,29 +1,44 @@
 """Processes of a test run that are killed and started again, each with a log of all its lives."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from common.journal import read_metrics
+from tests.tiny_run import ROOT
 
 TAIL = 3000  # characters of a log that a failure shows
 
+Popen = Callable[..., Any]  # as subprocess.Popen, but of a script's name and its arguments
+
+
+def script(name: str, argv: Sequence[str], **options: Any) -> subprocess.Popen:
+    """`python NAME.py ARGV`"""
+    return subprocess.Popen([sys.executable, str(ROOT / f"{name}.py"), *argv], **options)
+
 
 class Processes:
-    """Commands by name; what still runs at the end of the `with` is killed."""
+    """Scripts with arguments, by name; what still runs at the end of the `with` is killed."""
 
     def __init__(
-        self, commands: Mapping[str, Sequence[str]], logs: Path, *, environment: Mapping[str, str]
+        self,
+        commands: Mapping[str, tuple[str, Sequence[str]]],
+        logs: Path,
+        *,
+        environment: Mapping[str, str],
+        popen: Popen = script,
     ) -> None:
         self._commands, self._logs, self._environment = commands, logs, environment
-        self._running: dict[str, subprocess.Popen] = {}
+        self._popen = popen
+        self._running: dict[str, Any] = {}
 
     def start(self, name: str) -> None:
         with (self._logs / f"{name}.txt").open("ab") as file:
-            self._running[name] = subprocess.Popen(
-                self._commands[name], env=self._environment, stdout=file, stderr=file
+            self._running[name] = self._popen(
+                *self._commands[name], env=self._environment, stdout=file, stderr=file
             )
 
     def kill(self, name: str) -> None:

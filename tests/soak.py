@@ -17,9 +17,9 @@ from common.journal import read_metrics
 from demo.completions import write_completions
 from demo.run import EXTRACT_FLAGS, TOKENIZE_FLAGS, TRAIN_FLAGS, WORK
 from demo.target import target_folder
-from tests.processes import Processes, wait_for_step
+from tests.processes import Popen, Processes, script, wait_for_step
 from tests.servers import free_port
-from tests.tiny_run import ENVIRONMENT, ROOT, TRAINER, assert_same_run
+from tests.tiny_run import ENVIRONMENT, ROOT, assert_same_run
 
 # what dies when this share of the steps is done
 DISTURBANCES = (
@@ -28,16 +28,20 @@ DISTURBANCES = (
 
 
 def run_to_end(
-    commands: Mapping[str, Sequence[str]],
+    commands: Mapping[str, tuple[str, Sequence[str]]],
     output: Path,
     *,
     steps: int,
     disturbances: Sequence[tuple[float, str]],
     logs: Path,
+    popen: Popen,
 ) -> float:
-    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds."""
+    """Run a server and a trainer until the trainer ends, whatever dies on the way; its seconds.
+
+    `commands` are scripts' names and arguments.
+    """
     began = time.monotonic()
-    with Processes(commands, logs, environment=ENVIRONMENT) as processes:
+    with Processes(commands, logs, environment=ENVIRONMENT, popen=popen) as processes:
         for name in commands:
             processes.start(name)
         for share, name in disturbances:
@@ -48,24 +52,30 @@ def run_to_end(
 
 
 def soak(
-    folder: Path, target: Path, data: Path, train_flags: Sequence[str], *, steps: int
+    folder: Path,
+    target: Path,
+    data: Path,
+    train_flags: Sequence[str],
+    *,
+    steps: int,
+    popen: Popen = script,
 ) -> list[tuple[str, str]]:
     """Train undisturbed and disturbed, compare to the bit; rows for a table."""
     address = f"127.0.0.1:{free_port()}"
-    server = [
-        *(sys.executable, str(ROOT / "extract_hidden_online.py"), "--target", str(target)),
-        *("--listen", address, *EXTRACT_FLAGS.split()),
-    ]
+    server = ["--target", str(target), "--listen", address, *EXTRACT_FLAGS.split()]
     seconds = {}
     for name, disturbances in (("calm", ()), ("disturbed", DISTURBANCES)):
         trainer = [
-            *(sys.executable, TRAINER, "--data", str(data), "--target", str(target)),
+            *("--data", str(data), "--target", str(target)),
             *("--output", str(folder / name), "--hidden-states", address),
             *(*train_flags, "--max-steps", str(steps)),
         ]
         seconds[name] = run_to_end(
-            {"server": server, "trainer": trainer}, folder / name, steps=steps,
-            disturbances=disturbances, logs=folder,
+            {
+                "server": ("extract_hidden_online", server),
+                "trainer": ("train_dflash_online", trainer),
+            },
+            folder / name, steps=steps, disturbances=disturbances, logs=folder, popen=popen,
         )  # fmt: skip
     assert_same_run(folder / "calm", folder / "disturbed", folder)
     loss = read_metrics(folder / "disturbed")[-2]["loss"]

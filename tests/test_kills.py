@@ -120,7 +120,7 @@ def test_a_killed_launcher_ends_its_workers(tiny, tmp_path):
 @pytest.mark.slow
 def test_a_short_soak(tiny, tmp_path):
     _, data, target = tiny
-    rows = soak(tmp_path, target, data, (*FLAGS, "--save-every", "5"), steps=60)
+    rows = soak(tmp_path, target, data, (*FLAGS, "--save-every", "5"), steps=60, popen=forked.Popen)
     assert ("metrics, weights, moments, export", "equal to the bit") in rows
 
 
