@@ -1,5 +1,5 @@
 # make demo       the whole chain on an embedded example, on the CPU, in minutes
-# make demo-smollm   a drafter for a real chat model of 135 M parameters, on the CPU, in 20 to 40 minutes
+# make demo-smollm   a drafter for a real chat model of 135 M parameters, on the CPU, in half an hour
 # make test       the test suite; `make test-slow` adds the full counts
 # make bench-tokenize   stage 1 against its goals, on this machine; and `make bench-wire`,
 #                       `make bench-target` for stage 2's wire and forward, `make bench-step` for
