@@ -20,7 +20,8 @@ class StopRequest:
         self.signum: int | None = None
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._receive)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has seen to it
+        # nohup ignores it and takes the terminal away; a shell that ignores it leaves the terminal
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or os.isatty(1) or os.isatty(2):
             signal.signal(signal.SIGHUP, _leave_terminal)
 
     def _receive(self, signum: int, frame: Any) -> None:

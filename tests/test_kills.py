@@ -60,25 +60,42 @@ def test_kills_change_nothing(tiny, tmp_path, kills):
     assert_same_run(tmp_path / "calm", output, tmp_path)
 
 
-def start_in_terminal(command: list[str], folder: Path) -> tuple[subprocess.Popen, int]:
-    """A process whose output is a terminal of its own, and the terminal's other end."""
+def start_in_terminal(
+    command: list[str], folder: Path, *, ignored: bool
+) -> tuple[subprocess.Popen, int]:
+    """A process whose output is a terminal of its own, and the terminal's other end.
+
+    It begins with the hangup of that terminal ignored, or not, whatever this process does.
+    """
     master, terminal = os.openpty()
+
+    def settle() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT,
-        start_new_session=True, cwd=folder, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, cwd=folder, preexec_fn=settle,
     )  # fmt: skip
     os.close(terminal)
     return process, master
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
-def test_a_dropped_connection_ends_no_run(tiny, tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "ignored"),
+    [
+        ((), False),
+        pytest.param((), True, marks=pytest.mark.slow),  # as in a shell after trap '' HUP
+        pytest.param(TORCHRUN, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_dropped_connection_ends_no_run(tiny, tmp_path, launcher, ignored):
     _, data, target = tiny
     output = tmp_path / "run"
     command = [sys.executable, *launcher, TRAINER, *training_command(data, target, output)]
     if launcher:
         command = ["nohup", *command]
-    process, terminal = start_in_terminal(command, tmp_path)
+    process, terminal = start_in_terminal(command, tmp_path, ignored=ignored)
     dropped = threading.Event()
     looking = threading.Thread(target=drain, args=(terminal, dropped))
     looking.start()
