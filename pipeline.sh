@@ -17,7 +17,16 @@ EXTRACT_FLAGS=${EXTRACT_FLAGS:-}
 TRAIN_FLAGS=${TRAIN_FLAGS:-}
 
 started=()
-trap 'for pid in "${started[@]}"; do kill "$pid" 2>/dev/null || true; done; wait || true' EXIT
+stop_all() {
+    local own; own=$(ps -o args= -p $$ || true)
+    for pid in "${started[@]}"; do
+        # bash loses a signal that finds its child between fork and exec, still under bash's name
+        while [ "$(ps -o args= -p "$pid")" = "${own:-none}" ]; do sleep 0.1; done
+        kill "$pid" || true
+    done 2> /dev/null
+    wait || true
+}
+trap stop_all EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 trap '' HUP  # a dropped SSH connection ends nothing
