@@ -161,8 +161,7 @@ def decode(
     """Complete a prompt (T,) of token ids; without a drafter token by token.
 
     The target must have been loaded with `final`, tapped at the drafter's layers; the drafter
-    computes in its dtype. Temperature 0 is greedy. The generator is on the target's device. Every
-    rank of a sharded drafter must make the same calls.
+    computes in its dtype. Temperature 0 is greedy. The generator is on the target's device.
     """
     cache, context = TargetCache(target, with_taps=drafter is not None), ContextCache()
     ids = torch.from_numpy(prompt.astype(np.int64)).to(target.device)

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.run import EXIT_FAILED, UserError
@@ -132,6 +134,16 @@ def start(device: str) -> Iterator[World]:
     finally:
         heartbeat.stop()
         dist.destroy_process_group()
+
+
+def gather_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A sharded module's weights in one piece, on the CPU of the main rank; {} on the others.
+
+    Every rank calls it.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    return weights
 
 
 def _own_device(kind: str) -> torch.device:

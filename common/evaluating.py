@@ -22,7 +22,7 @@ from common.evaluate import evaluate
 from common.evaluation_report import HTML_FILE, write_report
 from common.lifetime import StopRequest
 from common.losses import DEFAULT_GAMMA
-from common.real_decoding import real_figures, rows_to_decode
+from common.real_decoding import real_figures, rows_to_decode, whole_drafter
 from common.setup import Setup, build_drafter, given_config, prepare
 from common.shards import Shard
 from common.stepfolders import find_newest
@@ -126,9 +126,10 @@ def evaluate_only(
     result = evaluate_rows(setup, drafter, held_out, sample_controls=False)
     real = None
     if to_decode:
-        if world.is_main:
+        whole = whole_drafter(setup, drafter)
+        if whole is not None:
             log.info(f"decoding rows={len(to_decode)}")
-        real = real_figures(setup, drafter, to_decode, result.drafts)
+            real = real_figures(setup, whole, to_decode, result.drafts)
     if world.is_main:
         parameters = sum(parameter.numel() for parameter in drafter.parameters())
         report = {
@@ -139,6 +140,7 @@ def evaluate_only(
         if result.ignores_context:
             log.warning(result.verdict)
         print_figures(report, args.output / HTML_FILE)
+    world.agree(True)  # the others wait here while the main rank decodes, in no collective
     world.barrier()
     return 0
 

@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from common.dist import World
+from common.dist import World, gather_weights
 from common.drafter_config import CONFIG_FILE, WEIGHTS_FILE, DrafterConfig
 from common.run import UserError, format_bytes, json_bytes, write_atomic
 from common.speculators import ENDS, is_speculators, speculators_json
@@ -46,8 +45,7 @@ def export(
     head `ends` (V, H) go into a speculators export. Raises UserError on all ranks when it cannot be
     written or fails its check.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(model, options=options)
+    weights = gather_weights(model)
     failure = None
     if world.is_main:
         tensors = {name: tensor.to(DTYPE).contiguous() for name, tensor in weights.items()}

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from common.batches import HeldOut
 from common.decode import Decoded, decode_figures, decode_rows, pack_rows_apart
+from common.dist import gather_weights
 from common.drafter import Drafter
 from common.run import UserError
 from common.setup import Setup
@@ -47,16 +49,30 @@ def rows_to_decode(held_out: HeldOut, count: int) -> dict[int, tuple[np.ndarray,
     return found
 
 
+def whole_drafter(setup: Setup, sharded: nn.Module) -> Drafter | None:
+    """The drafter in one piece, as one rank decodes with it; None on all but the main rank.
+
+    Every rank calls it.
+    """
+    weights = gather_weights(sharded)
+    if not setup.world.is_main:
+        return None
+    drafter = Drafter(setup.config)
+    drafter.load_state_dict(weights)
+    return drafter.to(setup.world.device, getattr(torch, setup.args.dtype))
+
+
 def real_figures(
     setup: Setup,
-    drafter: Any,
+    drafter: Drafter,
     numbered: Mapping[int, tuple[np.ndarray, np.ndarray]],
     drafts: Drafts,
 ) -> dict[str, Any]:
     """Figures of the rows of rows_to_decode, greedy and sampled at --temperature.
 
-    Every rank of a sharded drafter calls it, and decodes all rows. `walked` is the simulated figure
-    of the same rows, which the greedy one equals where their text is the target's own greedy text.
+    One rank alone calls it: ranks that each decoded would part where their GPUs round a near tie
+    otherwise. `walked` is the simulated figure of the same rows, which the greedy one equals where
+    their text is the target's own greedy text.
     """
     args, target = setup.args, target_to_decode(setup)
     rows = list(numbered.values())

@@ -148,9 +148,9 @@ def test_a_signal_ends_it_at_once_and_leaves_no_report(parts, refused, tmp_path)
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(parts, refused, tmp_path):
     (checkpoint,) = refused[0].glob("checkpoints/step-00000006")
-    one, _ = evaluate(parts, tmp_path / "one", "--checkpoint", checkpoint)
+    one, _ = evaluate(parts, tmp_path / "one", "--checkpoint", checkpoint, "--decode", "2")
     # as a run's flags, which the checkpoint's own take the place of
-    flags = ("--eval-only", "--checkpoint", str(checkpoint))
+    flags = ("--eval-only", "--checkpoint", str(checkpoint), "--decode", "2")
     result = train(*parts, tmp_path / "two", *flags, ranks=2)
     assert result.returncode == 0, result.stderr
     two = json.loads((tmp_path / "two/report.json").read_bytes())
@@ -159,6 +159,10 @@ def test_two_ranks_find_what_one_finds(parts, refused, tmp_path):
     assert next(overlaps) == pytest.approx(next(overlaps), rel=1e-6)
     for report in (two, one):
         report.pop("groups"), report.pop("expected")
+        real = report["real"]
+        speeds = [real.pop("plain_tokens_per_s")]
+        speeds += [real[kind].pop("tokens_per_s") for kind in ("greedy", "sampled")]
+        assert min(speeds) > 0
     assert two == one
 
 
