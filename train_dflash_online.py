@@ -22,7 +22,7 @@ import argparse
 import contextlib
 import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -494,6 +494,38 @@ def open_feed(training: Training) -> StepFeed:
 # ---- start and end
 
 
+def changed_settings(
+    setup: Setup, checkpoints: checkpoint.Checkpoints, old: Mapping[str, Any] | None, log: Any
+) -> set[str]:
+    """The settings that a resumed run changes. Raises UserError for one not in --allow-change."""
+    args, changed = setup.args, set[str]()
+    previous = previous_settings(args.output, old)
+    if previous is not None:
+        changed = refuse_changes(args, args.output, previous, setup.settings)
+        if changed:
+            log.warning(f"goes on with other settings than it began with: {sorted(changed)}")
+    mirrored = checkpoints.mirrored_state()
+    # a mirror that lags behind may hold the settings that the run had before --allow-change
+    if mirrored is not None and mirrored["settings"] not in former_settings(old, setup.settings):
+        refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
+    return changed
+
+
+def export_drafter(training: Training) -> None:
+    """Publish export/. Raises UserError for a drafter that ignores its context."""
+    setup = training.setup
+    refuse_export(training)
+    export(
+        setup.args.output / "export",
+        model=training.drafter,
+        config=setup.config,
+        world=training.world,
+        layout=setup.args.export_format,
+        target=setup.args.target,
+        ends=(setup.ends.embedding, setup.ends.head),
+    )
+
+
 def restore(
     setup: Setup,
     drafter: nn.Module,
@@ -556,18 +588,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopRequest()
     if args.device == "cpu":
         torch.set_num_threads(1)  # a second thread makes matrices this small far slower
-    with dist.start(args.device) as world:
-        make_folder(args.output)
-        refuse_files(args.output, RUN_FOLDERS)
-        if not world.shares(args.output):
-            raise run.UserError(
-                f"--output {args.output}: must be one folder that the machines of all ranks share"
-            )
-        log = run.setup_logging(
-            "train" if world.is_main else f"train[{world.rank}]",
-            debug=args.debug,
-            log_file=args.output / "train.log" if world.is_main and not args.eval_only else None,
-        )
+    with dist.start(args.device) as world, told_in_words(args):
+        log = open_output(args, world)
         try:
             if args.eval_only:  # beside a run that goes on, if need be: its files are left alone
                 run.raise_on_signals()  # there is nothing to save
@@ -589,18 +611,40 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )  # fmt: skip
         except Stopped:
             return stop.exit_code
-        except torch.OutOfMemoryError as error:
-            raise run.UserError(
-                "out of GPU memory: lower --micro-batch, --anchor-ratio or --pack-length "
-                f"({str(error).splitlines()[0]})"
-            ) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise run.UserError(
-                f"--output {args.output}: the disk is full; make room and rerun to go on from the "
-                "last checkpoint"
-            ) from error
+
+
+@contextlib.contextmanager
+def told_in_words(args: argparse.Namespace) -> Iterator[None]:
+    """GPU memory and disk that run out are a UserError with a cure, wherever that happens."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise run.UserError(
+            "out of GPU memory: lower --micro-batch, --anchor-ratio or --pack-length "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise run.UserError(
+            f"--output {args.output}: the disk is full; make room and rerun to go on from the "
+            "last checkpoint"
+        ) from error
+
+
+def open_output(args: argparse.Namespace, world: dist.World) -> Any:
+    """Make the run folder, which all ranks must see, and the log; returns this rank's logger."""
+    make_folder(args.output)
+    refuse_files(args.output, RUN_FOLDERS)
+    if not world.shares(args.output):
+        raise run.UserError(
+            f"--output {args.output}: must be one folder that the machines of all ranks share"
+        )
+    return run.setup_logging(
+        "train" if world.is_main else f"train[{world.rank}]",
+        debug=args.debug,
+        log_file=args.output / "train.log" if world.is_main and not args.eval_only else None,
+    )
 
 
 def open_status(
@@ -641,16 +685,7 @@ def run_training(
     setup = prepare(
         args, world, log, stop, closing, free_flags=FREE_FLAGS, given=given_config(args)
     )
-    previous = previous_settings(args.output, old)
-    changed = set()
-    if previous is not None:
-        changed = refuse_changes(args, args.output, previous, setup.settings)
-        if changed:
-            log.warning(f"goes on with other settings than it began with: {sorted(changed)}")
-    mirrored = checkpoints.mirrored_state()
-    # a mirror that lags behind may hold the settings that the run had before --allow-change
-    if mirrored is not None and mirrored["settings"] not in former_settings(old, setup.settings):
-        refuse_changes(args, args.checkpoint_uri, mirrored["settings"], setup.settings)
+    changed = changed_settings(setup, checkpoints, old, log)
     export_config(setup.config, layout=args.export_format, target=args.target)  # not at the end
     exported = exported_layout(args.output / "export") == args.export_format
     longer = changed & {"epochs", "max_steps"}
@@ -680,16 +715,7 @@ def run_training(
         log.info(f"starting step={state.step} horizon={state.horizon} resumed={resumed}")
     finished = train(training)
     if finished:
-        refuse_export(training)
-        export(
-            args.output / "export",
-            model=drafter,
-            config=setup.config,
-            world=world,
-            layout=args.export_format,
-            target=args.target,
-            ends=(setup.ends.embedding, setup.ends.head),
-        )
+        export_drafter(training)
     if training.journal is not None:
         training.journal.draw_curves()
         write_run_json(setup, started=started, counts={"step": state.step, "finished": finished})
