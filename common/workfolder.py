@@ -33,6 +33,8 @@ def work_folder(parent: Path | None, *, prefix: str = "tokenize-") -> Iterator[P
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            # again: workers may outlive their killed run by a moment, and hold its folder
+            remove_left_folders(place, prefix)
 
 
 def remove_left_folders(place: Path, prefix: str = "tokenize-") -> None:

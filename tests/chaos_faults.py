@@ -56,8 +56,9 @@ def can_mount() -> bool:
 
 
 def damage_cached_shard(cache: Path, chance: random.Random) -> Path:
-    """Overwrite bytes in the middle of one; its path."""
-    path = chance.choice(sorted(cache.rglob("shard-*.arrow")))
+    """Overwrite bytes in the middle of one, not of one that is being fetched; its path."""
+    found = (path for path in cache.rglob("shard-*.arrow") if path.parent.suffix != ".fetch")
+    path = chance.choice(sorted(found))
     with path.open("rb+") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"damaged by chance")

@@ -1,5 +1,6 @@
 """Hidden states in files: written by stage 2, resumed, and trained on like a server's."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from common import storing
+from common.lifetime import file_lock
 from common.run import UserError
 from common.shards import TokenizedDataset
 from common.store import open_store
@@ -26,7 +28,7 @@ from common.storing import (
 )
 from common.target import Target
 from common.wire import ColocatedHiddenStates
-from common.workfolder import work_folder
+from common.workfolder import LOCK_FILE, work_folder
 from tests import forked
 from tests.tiny_run import train
 
@@ -269,6 +271,18 @@ def test_folders_of_killed_writers_are_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="--work-dir"), work_folder(tmp_path / "none"):
         pass
+
+
+def test_a_folder_is_removed_whose_killed_run_is_survived_by_a_worker_for_a_moment(tmp_path):
+    left = tmp_path / "tokenize-left"
+    left.mkdir()
+    (left / LOCK_FILE).touch()
+    with contextlib.ExitStack() as worker:
+        worker.enter_context(file_lock(left / LOCK_FILE))
+        with work_folder(tmp_path):
+            assert left.exists()
+            worker.close()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"description": {}}', b'{"description": 3}'])
