@@ -402,7 +402,9 @@ def write(args: argparse.Namespace, log: Any) -> int:
             args.data, cache_dir=folder / "data", endpoint_url=args.endpoint_url
         )
         waiting, timeout_s = Waiting(log).for_, args.data_timeout
-        data_plan = dataset.wait_for_plan(timeout_s=timeout_s, on_wait=waiting("plan.json"))
+        data_plan = dataset.wait_for_plan(
+            timeout_s=timeout_s, on_wait=waiting("plan.json", timeout_s=timeout_s)
+        )
         rows = first_rows(dataset, args.limit, timeout_s=timeout_s, waiting=waiting)
         lengths = [len(row) for row in rows]
         if not lengths:

@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
 # The chain of the three stages on one machine: training starts when the first shard is committed.
 # Set the variables here, or in the environment. With HIDDEN_STATES=colocated no server is started.
+# Ends when all is done, or as soon as a stage fails, whose message says why.
 set -euo pipefail
 cd "$(dirname "$0")"
+if [ $# -gt 0 ]; then
+    echo "pipeline.sh: takes no arguments; set its variables in the environment:" >&2
+    grep -E '^[A-Z_]+=' "$0" >&2
+    exit 2
+fi
 
 INPUT=${INPUT:-s3://bucket/completions/}          # JSONL completions of the target
 DATA=${DATA:-s3://bucket/tokens/}                 # tokenized shards
@@ -11,7 +17,7 @@ RUN=${RUN:-runs/drafter}                          # checkpoints, metrics and the
 LISTEN=${LISTEN:-127.0.0.1:8815}                  # where stage 2 serves hidden states
 HIDDEN_STATES=${HIDDEN_STATES:-$LISTEN}           # or colocated
 TRAINERS=${TRAINERS:-1}                           # training processes, one a GPU
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 TOKENIZE_FLAGS=${TOKENIZE_FLAGS:-}
 EXTRACT_FLAGS=${EXTRACT_FLAGS:-}
 TRAIN_FLAGS=${TRAIN_FLAGS:-}
@@ -43,7 +49,8 @@ started+=("$tokenizer")
 
 if [ "$HIDDEN_STATES" != colocated ]; then
     until "$PYTHON" extract_hidden_online.py --ping "$LISTEN" $EXTRACT_FLAGS > /dev/null 2>&1; do
-        kill -0 "$server" 2> /dev/null || wait "$server"  # its own message says why
+        kill -0 "$server" 2> /dev/null || wait "$server"
+        kill -0 "$tokenizer" 2> /dev/null || wait "$tokenizer"
         sleep 1
     done
 fi
@@ -55,5 +62,6 @@ fi
 trainer=$!
 started+=("$trainer")
 
+wait -n "$tokenizer" "$trainer"  # a trainer that fails must not wait for hours of tokenizing
 wait "$tokenizer"
 wait "$trainer"

@@ -210,7 +210,7 @@ def list_inputs(store: Store, name: str, flag: str, log: Any) -> list[Entry]:
     if not inputs:
         raise run.UserError(
             f"{flag} {store.uri}{name}: no {', '.join(INPUT_NAMES)} there "
-            f"({len(entries)} other objects)"
+            f"({len(entries)} other objects); rows are JSON, one a line, in files of these names"
         )
     return inputs
 
@@ -547,7 +547,8 @@ def verdict(args: argparse.Namespace, log: Any, totals: Totals) -> int:
         return 0
     raise run.UserError(
         f"{totals.reject_rate:.2%} of the rows were rejected, more than --max-reject-rate "
-        f"{args.max_reject_rate}; the shards are complete, see {args.output.rstrip('/')}/rejected/"
+        f"{args.max_reject_rate}: see {args.output.rstrip('/')}/rejected/ for why. The shards are "
+        "complete; where they will do, raise --max-reject-rate (1: never fails) and rerun"
     )
 
 

@@ -462,7 +462,7 @@ def open_feed(training: Training) -> StepFeed:
             index,
             timeout_s=args.shard_timeout,
             poll_s=SHARD_POLL_S,
-            on_wait=waiting.for_(f"shard {index}"),
+            on_wait=waiting.for_(f"shard {index}", timeout_s=args.shard_timeout),
         )
 
     def on_shard(packing: ShardPacking) -> None:

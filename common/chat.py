@@ -24,7 +24,7 @@ from common.engines import Engine, ReferenceEngine
 from common.messages import Completion, RowRejected
 from common.render import KNOWN_TEMPLATES, fast_render
 from common.rows import Row
-from common.run import UserError
+from common.run import UserError, one_line
 
 END_OF_TURN = "<|im_end|>"
 THINK_START, THINK_END = "<think>", "</think>"
@@ -356,7 +356,9 @@ def _folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"--tokenizer {path}: no such folder, and not on the hub either") from error
+        raise UserError(
+            f"--tokenizer {path}: no such folder, and no hub id that loads ({one_line(error)})"
+        ) from error
 
 
 def _template_text(folder: Path, path: str) -> str:

@@ -115,7 +115,8 @@ class ServedHiddenStates:
             waited = time.monotonic() - began
             if waited >= self._timeout_s:
                 raise UserError(
-                    f"no hidden-state server answered within {self._timeout_s:.0f} s: {last}"
+                    f"{last}, and none came within {self._timeout_s:.0f} s (--server-timeout): "
+                    "start extract_hidden_online.py --listen there, or correct --hidden-states"
                 )
             if on_wait is not None:
                 on_wait(waited)

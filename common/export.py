@@ -108,6 +108,8 @@ def publish(
         with (partial / WEIGHTS_FILE).open("rb") as file:
             os.fsync(file.fileno())
         write_atomic(partial / CONFIG_FILE, json_bytes(document))
+        # safetensors lets only the owner read, and engines often run as somebody else
+        shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
         refuse_findings([*verify(partial), compare(partial, stored, config)], _kept(folder))
         put_in_place(partial, folder)
     except (OSError, SafetensorError) as error:

@@ -52,8 +52,10 @@ class Waiting:
     def __init__(self, log: Any, stop: StopRequest | None = None) -> None:
         self._log, self._stop = log, stop
 
-    def for_(self, what: str) -> Callable[[float], None]:
+    def for_(self, what: str, *, timeout_s: float, hint: str = "") -> Callable[[float], None]:
+        """What to call with the seconds waited so far; `hint` is what to check meanwhile."""
         since, last = utc_now(), -math.inf
+        more = f"; {hint}" if hint else ""
 
         def on_wait(waited_s: float) -> None:
             nonlocal last
@@ -61,7 +63,10 @@ class Waiting:
                 raise Stopped
             if waited_s - last >= 10:
                 last = waited_s
-                self._log.info(f"waiting for={what!r} since={since} waited={waited_s:.0f}s")
+                self._log.info(
+                    f"waiting for={what!r} since={since} waited={waited_s:.0f}s of "
+                    f"{timeout_s:.0f}s{more}"
+                )
 
         return on_wait
 

@@ -47,13 +47,15 @@ def refuse_changes(
     if unknown := allowed - {*old, *new}:
         raise run.UsageError(f"--allow-change: no setting is called {', '.join(sorted(unknown))}")
     differing = {key for key in {*old, *new} if old.get(key) != new.get(key)}
+    cure = f"allow the change: --allow-change {','.join(sorted(differing - allowed))}"
     if "draft_config" in differing:
-        allowed -= differing  # a checkpoint fits its own drafter; --init-from takes weights alone
+        allowed -= differing
+        cure = "start anew from its weights with --init-from: a checkpoint fits its own drafter"
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(differing - allowed)]
     if changed:
         raise run.UserError(
             f"{where} holds a run with other settings ({'; '.join(changed)}).\n"
-            "Use another place, or name what may change in --allow-change"
+            f"Use another place, or {cure}"
         )
     return differing
 

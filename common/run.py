@@ -362,6 +362,11 @@ def _git(folder: Path, *arguments: str) -> str:
 # ---- ends
 
 
+def one_line(error: BaseException) -> str:
+    """A library's error in a line of 200 characters at most."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def raise_on_signals() -> None:
     """Turn SIGTERM into `Terminated` in the main thread, as Ctrl-C is KeyboardInterrupt.
 

@@ -83,17 +83,20 @@ def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> Token
         cache_bytes=int(args.cache_gb * 1e9),
         endpoint_url=args.endpoint_url,
     )
-    waiting = Waiting(log, stop)
+    waiting, timeout_s = Waiting(log, stop), args.shard_timeout
+    hint = f"is --data {args.data} the --output of stage 1, and is stage 1 running?"
     plan = dataset.wait_for_plan(
-        timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("plan.json")
-    )
+        timeout_s=timeout_s, poll_s=SHARD_POLL_S,
+        on_wait=waiting.for_("plan.json", timeout_s=timeout_s, hint=hint),
+    )  # fmt: skip
     if plan.settings["mask_token_id"] is None:
         raise run.UserError(
             f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
         )
     dataset.wait_for_shard(
-        0, timeout_s=args.shard_timeout, poll_s=SHARD_POLL_S, on_wait=waiting.for_("shard 0")
-    )
+        0, timeout_s=timeout_s, poll_s=SHARD_POLL_S,
+        on_wait=waiting.for_("shard 0", timeout_s=timeout_s),
+    )  # fmt: skip
     return dataset
 
 
@@ -126,7 +129,11 @@ def open_hidden_states(
         tls_root_certs=read_certificates(args.tls_root_certs),
         connect_timeout_s=args.server_timeout,
         tokens_per_request=args.pack_length,
-        on_wait=Waiting(log, stop).for_(f"server {args.hidden_states}"),
+        on_wait=Waiting(log, stop).for_(
+            f"server {args.hidden_states}",
+            timeout_s=args.server_timeout,
+            hint="is extract_hidden_online.py running there, and done with loading?",
+        ),
     )
 
 
@@ -251,13 +258,13 @@ def check_parts(args: argparse.Namespace, hidden_states: HiddenStates, plan: Pla
         if want != got:
             raise run.UserError(
                 f"--hidden-states {args.hidden_states}: its {name} is {got}, not {want}; "
-                "start the server with the same --target and --layers"
+                "give both scripts the same --target and --layers"
             )
     if needs_teacher(args.loss) and not have.final:
         raise run.UserError(
             f"--loss {args.loss} learns from the target's last hidden states, which "
-            f"--hidden-states {args.hidden_states} does not have: give extract_hidden_online.py "
-            "--final"
+            f"--hidden-states {args.hidden_states} does not have: start extract_hidden_online.py "
+            "again, with --final"
         )
     if isinstance(hidden_states, StoredHiddenStates) and hidden_states.data_sha256 != plan.sha256:
         raise run.UserError(

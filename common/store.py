@@ -11,6 +11,7 @@ import errno
 import glob
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,7 @@ def open_store(
         )
         options = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key}
         return S3Store(bucket, encryption={name: text for name, text in options.items() if text})
-    if "://" in uri:
+    if re.match(r"[A-Za-z][A-Za-z0-9]+:/", uri):  # s3:/bucket too, a slash short
         raise UsageError(f"{uri}: must be s3://bucket/prefix or a local path")
     if sse:
         raise UsageError(f"--sse {sse}: only for s3://, and {uri} is a local path")

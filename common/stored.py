@@ -98,8 +98,8 @@ class StoredHiddenStates:
         data = read_if_there(self._store, PLAN_FILE)
         if data is None:
             raise UserError(
-                f"--hidden-states {uri}: no {PLAN_FILE} there; extract_hidden_online.py --output "
-                "writes one"
+                f"--hidden-states {uri}: neither HOST:PORT, nor colocated, nor a place that "
+                f"extract_hidden_online.py --output wrote (no {PLAN_FILE} there)"
             )
         try:
             self._plan = plan = StoredPlan.from_bytes(data)

@@ -26,14 +26,14 @@ def first_rows(
     limit: int,
     *,
     timeout_s: float,
-    waiting: Callable[[str], Callable[[float], None]] | None = None,
+    waiting: Callable[..., Callable[[float], None]] | None = None,
 ) -> Iterator[np.ndarray]:
     """Token ids of the first rows in plan order, waiting for shards that are not there yet."""
     left = limit
     for index in range(dataset.num_shards):
         if left == 0:
             return
-        on_wait = None if waiting is None else waiting(f"shard {index}")
+        on_wait = None if waiting is None else waiting(f"shard {index}", timeout_s=timeout_s)
         shard = dataset.wait_for_shard(index, timeout_s=timeout_s, on_wait=on_wait)
         for row in range(min(left, len(shard))):
             yield shard.input_ids(row)
@@ -108,7 +108,10 @@ def write_hidden_states(
         else:
             name = f"hidden-{index:05}.safetensors"
             path = folder / name
+            path.touch()
+            readable = path.stat().st_mode
             save_file(_tensors(documents, hidden_states, on_rows), path)
+            path.chmod(readable)  # safetensors lets only the owner read
             check_stored_plan(output, plan)  # another writer may have begun at the same time
             output.upload(name, path)
             record = {

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from common.chat import THINK_END, THINK_START
-from common.run import UsageError, UserError
+from common.run import UsageError, UserError, one_line
 
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
@@ -109,7 +109,7 @@ def read_config(path: str) -> Any:
     if Path(path).is_file():
         raise UserError(f"--target {path}: is a file; give the folder of the model")
     is_folder = Path(path).is_dir()
-    if not is_folder and not re.fullmatch(HUB_ID, path):
+    if not is_folder and (path.startswith((".", "/")) or not re.fullmatch(HUB_ID, path)):
         raise UserError(f"--target {path}: no such folder, and not a hub id")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -267,8 +267,3 @@ def _open_weights(path: Path) -> Iterator[Any]:
             if raw.read(len(GIT_LFS)) == GIT_LFS:
                 reason = "is a pointer of git-lfs: run git lfs pull there"
         raise UserError(f"--target {path.parent}: {path.name} {reason}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """A library's error in a line of 200 characters at most."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

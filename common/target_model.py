@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from common.run import UserError
-from common.target_files import check_files, one_line, read_config
+from common.run import UserError, one_line
+from common.target_files import check_files, read_config
 
 # of transformers' modeling files, which call a kernel where its package can be used
 LINEAR_ATTENTION_FUNCTIONS = {

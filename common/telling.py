@@ -13,6 +13,7 @@ from common.memory import Memory
 from common.outcome import bottleneck, held_out_rows
 from common.training import Training, dry_step, gradients
 
+NOT_YET = "at the end of the run: the same command goes on from here"
 SELF_CHECK_STEP = 3  # of this process: caches are full, kernels are compiled
 
 
@@ -153,7 +154,7 @@ def print_summary(training: Training, *, finished: bool, wall_s: float) -> None:
             *held_out_rows(args.output),
             *([("controls", training.evaluation.verdict)] if training.evaluation else []),
             ("bottleneck", bottleneck(training.pace, colocated=training.setup.is_colocated)),
-            ("export", args.output / "export" if finished else "at the end of the run"),
+            ("export", args.output / "export" if finished else NOT_YET),
             ("curves", args.output / "curves.png"),
             ("wall time", run.format_duration(wall_s)),
         ],

@@ -92,6 +92,27 @@ def test_pipeline_passes_a_failed_trainers_code_on(chain):
     assert result.returncode == 1 and "its layers is" in result.stderr
 
 
+@pytest.mark.slow
+def test_a_failed_trainer_does_not_wait_for_the_tokenizer(chain, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$1" in tokenize*) exec sleep 9999;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    flags = chain["TRAIN_FLAGS"].replace("--layers 0,1,2", "--layers 0,1,99")
+    result = run_pipeline(
+        {**chain, "PYTHON": str(python), "HIDDEN_STATES": "colocated", "TRAIN_FLAGS": flags}
+    )
+    assert result.returncode == 1 and "--layers" in result.stderr
+
+
+def test_pipeline_takes_no_arguments_and_says_what_it_takes_instead():
+    result = subprocess.run(
+        ["bash", str(ROOT / "pipeline.sh"), "--help"], capture_output=True, text=True
+    )
+    assert result.returncode == 2 and "HIDDEN_STATES=" in result.stderr
+
+
 def test_a_stopped_pipeline_stops_its_parts(chain):
     environment = {
         **chain,
