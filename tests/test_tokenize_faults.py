@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from common.store import TEMPORARY
 from tests.faulty_s3 import faulty
 from tests.test_tokenize_script import FLAGS, SCRIPT, contents, run_script, tokenize
 from tests.tiny_tokenizer import build_tiny_tokenizer
@@ -368,7 +369,7 @@ def test_a_run_whose_plan_was_replaced_stops(inputs, tokenizer, tmp_path):
     tokenize(inputs, tmp_path / "out", tokenizer, *flags, "--max-length", "64", "--overwrite")
     # the stopped one may hold a file that it is just writing
     second = {
-        name: data for name, data in contents(tmp_path / "out").items() if ".tmp-" not in name
+        name: data for name, data in contents(tmp_path / "out").items() if TEMPORARY not in name
     }
     first.send_signal(signal.SIGCONT)
     assert first.wait(timeout=120) == 1
@@ -402,14 +403,15 @@ def test_overwrite_makes_everything_anew_and_lost_files_are_made_again(
 
 def test_a_second_signal_ends_it_at_once(inputs, tokenizer, tmp_path):
     """Whatever the first one's cleaning up is doing; and the next run cleans up after both."""
+    slow = ("--encoder", "tokenizers", "--tokenize-workers", "1")  # else done before the signals
     for number in range(4):
         work = tmp_path / f"work-{number}"
         work.mkdir()
         process = start("--input", inputs, "--output", tmp_path / f"{number}", "--tokenizer",
-                        tokenizer, *FLAGS, "--work-dir", work)  # fmt: skip
+                        tokenizer, *FLAGS, "--work-dir", work, *slow)  # fmt: skip
         while not list(work.glob("tokenize-*")):
             time.sleep(0.01)
-        time.sleep(0.2 * number)
+        time.sleep(0.15 * number)
         process.send_signal(signal.SIGINT)
         time.sleep(0.01)
         process.send_signal(signal.SIGINT)
