@@ -39,8 +39,7 @@ trap '' HUP  # a dropped SSH connection ends nothing
 
 if [ "$HIDDEN_STATES" != colocated ]; then
     "$PYTHON" extract_hidden_online.py --target "$TARGET" --listen "$LISTEN" $EXTRACT_FLAGS &
-    server=$!
-    started+=("$server")
+    started+=($!)
 fi
 
 "$PYTHON" tokenize_completions.py --input "$INPUT" --output "$DATA" --tokenizer "$TARGET" $TOKENIZE_FLAGS &
@@ -49,8 +48,7 @@ started+=("$tokenizer")
 
 if [ "$HIDDEN_STATES" != colocated ]; then
     until "$PYTHON" extract_hidden_online.py --ping "$LISTEN" $EXTRACT_FLAGS > /dev/null 2>&1; do
-        kill -0 "$server" 2> /dev/null || wait "$server"
-        kill -0 "$tokenizer" 2> /dev/null || wait "$tokenizer"
+        for pid in "${started[@]}"; do kill -0 "$pid" 2> /dev/null || wait "$pid"; done
         sleep 1
     done
 fi

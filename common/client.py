@@ -115,7 +115,7 @@ class ServedHiddenStates:
             waited = time.monotonic() - began
             if waited >= self._timeout_s:
                 raise UserError(
-                    f"{last}, and none came within {self._timeout_s:.0f} s (--server-timeout): "
+                    f"nothing came within {self._timeout_s:.0f} s (--server-timeout): {last}; "
                     "start extract_hidden_online.py --listen there, or correct --hidden-states"
                 )
             if on_wait is not None:

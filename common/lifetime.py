@@ -61,6 +61,8 @@ class Waiting:
             nonlocal last
             if self._stop is not None and self._stop.signum is not None:
                 raise Stopped
+            if waited_s < last:  # a new wait: first for a shard's commit, then for its download
+                last = -math.inf
             if waited_s - last >= 10:
                 last = waited_s
                 self._log.info(

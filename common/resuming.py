@@ -47,15 +47,15 @@ def refuse_changes(
     if unknown := allowed - {*old, *new}:
         raise run.UsageError(f"--allow-change: no setting is called {', '.join(sorted(unknown))}")
     differing = {key for key in {*old, *new} if old.get(key) != new.get(key)}
-    cure = f"allow the change: --allow-change {','.join(sorted(differing - allowed))}"
-    if "draft_config" in differing:
-        allowed -= differing
+    refused = sorted(differing - allowed)
+    cure = f"allow the change: --allow-change {','.join(refused)}"
+    if "draft_config" in differing:  # whatever is allowed
+        refused = sorted(differing)
         cure = "start anew from its weights with --init-from: a checkpoint fits its own drafter"
-    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(differing - allowed)]
-    if changed:
+    if refused:
+        changed = "; ".join(f"{key}: {old.get(key)} -> {new.get(key)}" for key in refused)
         raise run.UserError(
-            f"{where} holds a run with other settings ({'; '.join(changed)}).\n"
-            f"Use another place, or {cure}"
+            f"{where} holds a run with other settings ({changed}).\nUse another place, or {cure}"
         )
     return differing
 

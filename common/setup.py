@@ -83,15 +83,16 @@ def open_dataset(args: argparse.Namespace, log: Any, stop: StopRequest) -> Token
         cache_bytes=int(args.cache_gb * 1e9),
         endpoint_url=args.endpoint_url,
     )
-    limits: dict[str, Any] = {"timeout_s": args.shard_timeout, "poll_s": SHARD_POLL_S}
+    waiting, timeout_s = Waiting(log, stop), args.shard_timeout
     hint = f"is stage 1 running, and is --data {args.data} its --output?"
-    on_wait = Waiting(log, stop).for_("shard 0", timeout_s=args.shard_timeout, hint=hint)
-    plan = dataset.wait_for_plan(**limits, on_wait=on_wait)
+    on_wait = waiting.for_("plan.json", timeout_s=timeout_s, hint=hint)
+    plan = dataset.wait_for_plan(timeout_s=timeout_s, poll_s=SHARD_POLL_S, on_wait=on_wait)
     if plan.settings["mask_token_id"] is None:
         raise run.UserError(
             f"{args.data} was tokenized with --mask-token none, but a drafter needs a mask token"
         )
-    dataset.wait_for_shard(0, **limits, on_wait=on_wait)
+    on_wait = waiting.for_("shard 0", timeout_s=timeout_s)
+    dataset.wait_for_shard(0, timeout_s=timeout_s, poll_s=SHARD_POLL_S, on_wait=on_wait)
     return dataset
 
 

@@ -113,7 +113,7 @@ def open_store(
         )
         options = {"ServerSideEncryption": sse, "SSEKMSKeyId": sse_kms_key}
         return S3Store(bucket, encryption={name: text for name, text in options.items() if text})
-    if re.match(r"[A-Za-z][A-Za-z0-9]+:/", uri):  # s3:/bucket too, a slash short
+    if "://" in uri or re.match(r"[^/]{2,}:/", uri):  # s3:/bucket is a slash short
         raise UsageError(f"{uri}: must be s3://bucket/prefix or a local path")
     if sse:
         raise UsageError(f"--sse {sse}: only for s3://, and {uri} is a local path")

@@ -108,10 +108,7 @@ def write_hidden_states(
         else:
             name = f"hidden-{index:05}.safetensors"
             path = folder / name
-            path.touch()
-            readable = path.stat().st_mode
             save_file(_tensors(documents, hidden_states, on_rows), path)
-            path.chmod(readable)  # safetensors lets only the owner read
             check_stored_plan(output, plan)  # another writer may have begun at the same time
             output.upload(name, path)
             record = {

@@ -28,7 +28,7 @@ EMBEDDING_NAMES = (
 HEAD_NAMES = ("lm_head.weight", "model.lm_head.weight", "language_model.lm_head.weight")
 FINGERPRINT_BYTES = 4096  # of each tensor
 OTHER_PARTS = re.compile(r"(^|\.)(visual|vision\w*|mtp)\.")  # of checkpoints that can also see
-HUB_ID = r"[\w.-]+(/[\w.-]+)?"
+HUB_ID = r"\w[\w.-]*(/[\w.-]+)?"  # ./folder is none
 GIT_LFS = b"version https://git-lfs"
 
 
@@ -109,7 +109,7 @@ def read_config(path: str) -> Any:
     if Path(path).is_file():
         raise UserError(f"--target {path}: is a file; give the folder of the model")
     is_folder = Path(path).is_dir()
-    if not is_folder and (path.startswith((".", "/")) or not re.fullmatch(HUB_ID, path)):
+    if not is_folder and not re.fullmatch(HUB_ID, path):
         raise UserError(f"--target {path}: no such folder, and not a hub id")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

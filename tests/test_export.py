@@ -79,6 +79,7 @@ def write(folder, target, *, layout="zlab", drafter=None, tied=False):
     publish(
         folder, tensors, drafter.config, layout=layout, target=target, ends=ends(tied=tied)
     )  # fmt: skip
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "who may read one, may all"
     return folder
 
 

@@ -1,6 +1,7 @@
 """Flags, numbers for people, atomic files and exit codes, which all three scripts share."""
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import run
+from common.lifetime import Waiting
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,3 +67,15 @@ def test_failures_become_a_line_and_a_code(raised, code, text):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == code
     assert text in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_waiting_line_comes_every_ten_seconds_and_at_once_when_a_new_wait_begins(caplog):
+    caplog.set_level(logging.INFO)
+    on_wait = Waiting(logging.getLogger("waits")).for_("shard 3", timeout_s=60, hint="look")
+    for waited_s in (0, 5, 9, 10, 19, 300, 0, 9, 10):
+        on_wait(waited_s)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" waited=")[2] for line in said] == [
+        f"{waited_s}s of 60s; look" for waited_s in (0, 10, 300, 0, 10)
+    ]
+    assert all(line.startswith("waiting for='shard 3' since=") for line in said)

@@ -211,6 +211,8 @@ def test_mistakes_name_their_cause(moto, rclone, credentials, monkeypatch, tmp_p
     assert "no credentials" in message("s3://bucket/x", moto.endpoint_url)
     with pytest.raises(UserError, match="s3://bucket/prefix"):
         open_store("gs://bucket/x")
+    with pytest.raises(UserError, match="s3://bucket/prefix"):
+        open_store("s3:/bucket/x")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write there"):
         open_store(str(tmp_path / "file" / "below")).check_writable()

@@ -350,6 +350,8 @@ def test_an_odd_config_is_one_line(targets, tmp_path, facts, message):
 def test_a_path_that_is_no_folder_is_said_to_be_none(targets, tmp_path):
     with pytest.raises(UserError, match="no such folder, and not a hub id"):
         load(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="no such folder, and not a hub id"):
+        load("./none")
     with pytest.raises(UserError, match="is a file; give the folder"):
         load(f"{targets['qwen3']}/config.json")
     folder = tmp_path / "damaged"

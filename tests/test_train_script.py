@@ -395,7 +395,7 @@ def test_training_starts_with_the_first_shard_and_waits_for_the_others(parts, ca
 
     for line in process.stderr:
         seen.append(line)
-        if "waiting for='shard 0'" in line:
+        if "waiting for='plan.json'" in line:
             threading.Thread(target=tokenize_shards, args=("0:1",)).start()
         if " step=1/6 " in line:  # the others appear only because shard 0 was trained on
             threading.Thread(target=tokenize_shards, args=("1:3",)).start()
